@@ -1,0 +1,1 @@
+"""From a trained model to one verified version directory: SavedModel, ONNX graphs, manifest."""

@@ -1,0 +1,1 @@
+"""Train-and-deploy pipeline for text classifiers: data, model, training, evaluation."""

@@ -1,0 +1,272 @@
+"""The job file: one frozen, validated `JobConfig`; an unknown key or a bad value is refused by name."""
+
+import difflib
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from pipeline.contract import JOB_NAME
+from pipeline.errors import JobError
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Section(pydantic.BaseModel):
+    # Strict: "3" is no number and 1 is no boolean, so that a slip in the file is seen and not guessed at.
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class DataConfig(_Section):
+    train: str | list[str]  # file, list or glob; .csv .tsv .jsonl .parquet, .gz of the text forms
+    validation: str | list[str] = ""  # empty: validation_fraction of train, by content hash
+    test: str | list[str] = ""
+    text_column: str = "text"
+    label_column: str = "label"
+    validation_fraction: Fraction = 0.1
+    test_fraction: Fraction = 0.1
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if not self.train:
+            raise ValueError("data.train must name at least one file. Received: train=" + repr(self.train))
+        for split in ("validation", "test"):
+            fraction = getattr(self, f"{split}_fraction")
+            if not getattr(self, split) and fraction == 0:
+                raise ValueError(
+                    f"data.{split}_fraction must be > 0 when data.{split} names no file. "
+                    f"Received: {split}_fraction={fraction}"
+                )
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                "data.validation_fraction + data.test_fraction must be < 1. Received: "
+                f"validation_fraction={self.validation_fraction}, test_fraction={self.test_fraction}"
+            )
+        return self
+
+
+class TokenizerConfig(_Section):
+    vocab_size: Annotated[int, Field(ge=8)] = 8000
+    model_file: str = ""  # bring your own SentencePiece model
+
+
+class ModelConfig(_Section):
+    d_model: Positive = 256
+    num_heads: Positive = 8
+    d_ff: Positive = 768
+    num_layers: Positive = 4
+    dropout: Fraction = 0.1
+    head_dropout: Fraction = 0.2
+    max_length: Positive = 256  # tokens; longer texts are cut at the end
+    pooling: Literal["mean"] = "mean"
+    position: Literal["sinusoidal"] = "sinusoidal"
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                "model.d_model must be a multiple of model.num_heads. "
+                f"Received: d_model={self.d_model}, num_heads={self.num_heads}"
+            )
+        if self.d_model % 2:
+            raise ValueError(
+                f"model.d_model must be even (sine and cosine pairs). Received: d_model={self.d_model}"
+            )
+        return self
+
+
+class TrainingConfig(_Section):
+    epochs: Positive = 10
+    batch_tokens: Positive = 4096  # padded tokens in a batch
+    learning_rate: Annotated[float, Field(gt=0.0)] = 3e-4
+    warmup_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # share of all steps
+    weight_decay: Annotated[float, Field(ge=0.0)] = 1e-2
+    clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
+    checkpoint_every_s: Annotated[float, Field(gt=0.0)] = 300
+    checkpoint_every_steps: Count = 0  # 0: by time and at each epoch's end only
+    keep_checkpoints: Positive = 3
+    patience: Count = 3  # evaluations without improvement; 0 = off
+    log_every_steps: Positive = 10
+
+
+class EvaluationConfig(_Section):
+    metric: Literal["accuracy", "macro_f1", "loss"] = "accuracy"  # what "better" means
+    min_value: float = 0.0  # the gate: publish nothing below (for loss: nothing above; 0 = off)
+    max_regression: Annotated[float, Field(ge=0.0)] = 0.0  # allowed drop against the live version
+
+    def is_better(self, value, other):
+        """True when `value` of the chosen metric is strictly better than `other`."""
+        return value < other if self.metric == "loss" else value > other
+
+
+class ExportConfig(_Section):
+    opset: Literal[20] = 20
+    precisions: list[Literal["float32", "int8"]] = ["float32", "int8"]
+    text_signature: bool = True  # needs TF-Text ops in the server
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if "float32" not in self.precisions:
+            raise ValueError(
+                "export.precisions must hold 'float32', the artifact the others are compared with. "
+                f"Received: precisions={self.precisions}"
+            )
+        return self
+
+
+class PublishConfig(_Section):
+    base_path: str = "models"  # versions go to base_path/name/N
+    keep_versions: Positive = 5
+
+
+class JobConfig(_Section):
+    """A whole job; sections are read-only and have been checked."""
+
+    name: str
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 17
+    work_dir: str = "runs"
+    data: DataConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    export: ExportConfig = ExportConfig()
+    publish: PublishConfig = PublishConfig()
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _name(cls, name):
+        if not JOB_NAME.fullmatch(name):
+            raise ValueError(f"name must match [a-z0-9-]+. Received: name={name!r}")
+        return name
+
+    @property
+    def run_dir(self):
+        """`work_dir/name`, where everything of this run lies."""
+        return Path(self.work_dir) / self.name
+
+    @property
+    def model_dir(self):
+        """`base_path/name`, where published versions lie."""
+        return Path(self.publish.base_path) / self.name
+
+    def resolved(self):
+        """Returns the job with every default filled in, as plain JSON values."""
+        return self.model_dump(mode="json")
+
+
+def load_job(path, overrides=()):
+    """Reads a job file.
+
+    Args:
+        path: a TOML file.
+        overrides: strings `section.key=value`, as given to `--set`; the last one wins.
+
+    Returns:
+        A `JobConfig`.
+
+    Raises:
+        JobError: the file cannot be read, a key is unknown or a value is out of its range.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise JobError(f"cannot read job file {path}: {getattr(e, 'strerror', None) or e}. Give the path of a TOML job file.") from e
+    except tomllib.TOMLDecodeError as e:
+        raise JobError(f"job file {path} is not valid TOML: {e}.") from e
+    for override in overrides:
+        _apply_override(values, override)
+    try:
+        return JobConfig.model_validate(values)
+    except pydantic.ValidationError as e:
+        raise JobError(f"job file {path}: {_describe(e.errors()[0])}") from e
+
+
+def fingerprint(*values):
+    """Returns the SHA-256 (hex) of JSON-serializable values; equal values give equal digests."""
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def differences(old, new, prefix=""):
+    """Returns "key: old -> new" for every leaf where two nested dicts differ, sorted by key."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}: {a!r} -> {b!r}")
+    return found
+
+
+def _apply_override(values, override):
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise JobError(f"--set needs section.key=value. Received: {override!r}")
+    for key in keys[:-1]:
+        values = values.setdefault(key, {})
+        if not isinstance(values, dict):
+            raise JobError(f"--set {path.strip()}: {key!r} is a value, not a section.")
+    try:
+        value = tomllib.loads("value = " + text)["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word, as in --set name=reviews
+    if not isinstance(value, str) and _is_text(keys):
+        value = text.strip()
+    values[keys[-1]] = value
+
+
+def _is_text(keys):
+    """True when the key holds text, so that `--set data.label_column=2024` needs no quotes."""
+    model = JobConfig
+    for key in keys[:-1]:
+        field = model.model_fields.get(key)
+        if field is None or not _is_section(field.annotation):
+            return False
+        model = field.annotation
+    field = model.model_fields.get(keys[-1])
+    return field is not None and field.annotation is str
+
+
+def _describe(error):
+    """One plain line for one pydantic error: the key, what it must be, what was received."""
+    # Names of keys only: pydantic adds list indices and the members of a union.
+    keys = [k for k in error["loc"] if isinstance(k, str) and k.isidentifier() and k != "str"]
+    key = ".".join(keys)
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}.{_nearest(keys)}"
+    if error["type"] == "missing":
+        return f"key {key!r} is missing. Add it; the README lists every key with its meaning."
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"]) + "."
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"{key!r} must be a section [{key}]. Received: {key}={error['input']!r}."
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{key}: {message}. Received: {keys[-1]}={error['input']!r}."
+
+
+def _nearest(keys):
+    """The valid key that was probably meant, or all of them."""
+    sections = {n: f.annotation for n, f in JobConfig.model_fields.items() if _is_section(f.annotation)}
+    here, inside = keys[-1], keys[0] if len(keys) > 1 else ""
+    elsewhere = [f"{n}.{here}" for n, s in sections.items() if here in s.model_fields]
+    if elsewhere:
+        return f" Did you mean {elsewhere[0]!r}?"
+    valid = list((sections[inside] if inside else JobConfig).model_fields)
+    close = difflib.get_close_matches(here, valid, n=1, cutoff=0.5)
+    if close:
+        return f" Did you mean {'.'.join([*keys[:-1], close[0]])!r}?"
+    return f" Valid keys{f' in [{inside}]' if inside else ''}: {', '.join(valid)}."
+
+
+def _is_section(annotation):
+    return isinstance(annotation, type) and issubclass(annotation, _Section)

@@ -1,0 +1,153 @@
+"""Names and files shared by the pipeline, the exporters and the services.
+
+Standard library only: a service that runs the ONNX file can import this module alone.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from pipeline.errors import ArtifactError
+
+# Token ids. Padding and truncation are at the end.
+PAD_ID = 0
+UNK_ID = 1
+
+# Tensor names.
+TOKEN_IDS = "token_ids"
+TEXT = "text"
+LABEL = "label"
+LOGITS = "logits"
+PROBABILITIES = "probabilities"
+SERVING_SIGNATURE = "serving_default"
+TOKEN_IDS_SIGNATURE = "token_ids"
+
+# Files of a version directory.
+MANIFEST = "manifest.json"
+TOKENIZER_MODEL = "tokenizer.model"
+ONNX_DIR = "onnx"
+ONNX_FILES = {"float32": "onnx/model.onnx", "int8": "onnx/model.int8.onnx"}
+ONNX_TEXT = "onnx/model.text.onnx"
+SAVED_MODEL = "saved_model.pb"
+WARMUP = "assets.extra/tf_serving_warmup_requests"
+
+# Keys of the ONNX `metadata_props`; every value is a string, labels a JSON list in index order.
+ONNX_METADATA = ("name", "version", "labels", "max_length", "pad_id", "tokenizer_sha256")
+
+JOB_NAME = re.compile(r"[a-z0-9-]+")
+
+
+def sha256_file(path):
+    """Returns the SHA-256 of a file's bytes as 64 hex digits."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a version directory holds and where it came from; `manifest.json`.
+
+    Attributes:
+        name: the served model's name.
+        version: the directory's number, a positive integer.
+        created: UTC time of the export, ISO 8601.
+        labels: label strings in index order.
+        max_length: longest text in tokens; longer texts are cut at the end.
+        pad_id: the id that fills rows up to a common length.
+        files: relative path -> {"sha256": hex, "size": bytes}, every file but the manifest.
+        metrics: the test figures of `evaluation/report.json`.
+        parity: per artifact, the largest differences from the trained model that were seen.
+        warnings: what a reader must know, e.g. an artifact left out and why.
+        job: the resolved job, as in `job.json`.
+        data_fingerprint: SHA-256 over the contents and settings that made the data.
+        export_key: SHA-256 over everything this version was made from.
+        packages: package name -> version used for training and export.
+        source_revision: git revision of the pipeline, "" when unknown.
+    """
+
+    name: str
+    version: int
+    created: str
+    labels: list
+    max_length: int
+    pad_id: int
+    files: dict
+    metrics: dict
+    parity: dict
+    warnings: list
+    job: dict
+    data_fingerprint: str
+    export_key: str
+    packages: dict
+    source_revision: str
+
+    def write(self, version_dir):
+        """Writes `manifest.json` into `version_dir`."""
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+        (Path(version_dir) / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, version_dir):
+        """Reads the manifest of a version directory; keys added by later versions are ignored.
+
+        Raises:
+            ArtifactError: there is no manifest, or it cannot be understood.
+        """
+        path = Path(version_dir) / MANIFEST
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)})
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ArtifactError(
+                f"{version_dir} is not a version directory: cannot read {MANIFEST} ({_reason(e)}). "
+                "Give the path of a published version, e.g. models/NAME/1."
+            ) from e
+
+    def check_files(self, version_dir, only=None):
+        """Compares size and SHA-256 of the files with the manifest.
+
+        Args:
+            version_dir: the directory that holds the files.
+            only: relative paths to check; None checks every file.
+
+        Raises:
+            ArtifactError: a file is missing or differs; names it.
+        """
+        for relative in self.files if only is None else only:
+            path = Path(version_dir) / relative
+            if relative not in self.files:
+                raise ArtifactError(f"{version_dir} has no {relative}: it was not exported. See warnings in {MANIFEST}.")
+            if not path.is_file():
+                raise ArtifactError(f"{path} is missing, but {MANIFEST} lists it. Copy the whole version directory again.")
+            expected = self.files[relative]
+            if path.stat().st_size != expected["size"] or sha256_file(path) != expected["sha256"]:
+                raise ArtifactError(
+                    f"{path} is damaged: its size or SHA-256 differs from {MANIFEST}. "
+                    "Copy the whole version directory again."
+                )
+
+
+def list_files(version_dir):
+    """Returns relative path -> {"sha256", "size"} of every file but the manifest, sorted by path."""
+    root = Path(version_dir)
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST)
+    return {p.relative_to(root).as_posix(): {"sha256": sha256_file(p), "size": p.stat().st_size} for p in files}
+
+
+def versions(model_dir):
+    """Returns the published version numbers under `base_path/name`, ascending.
+
+    A version is an entry whose name is a positive decimal number, as TensorFlow Serving reads it.
+    """
+    root = Path(model_dir)
+    if not root.is_dir():
+        return []
+    return sorted(int(p.name) for p in root.iterdir() if p.is_dir() and p.name.isascii() and p.name.isdigit())
+
+
+def _reason(error):
+    if isinstance(error, KeyError):
+        return f"no key {error}"
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,1 @@
+"""Publishing version directories and predicting from them. Importing it loads no TensorFlow."""
