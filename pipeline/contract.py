@@ -137,14 +137,24 @@ def list_files(version_dir):
 
 
 def versions(model_dir):
-    """Returns the published version numbers under `base_path/name`, ascending.
+    """Returns number -> path of the published versions under `base_path/name`, ascending; the last one is live.
 
-    A version is an entry whose name is a positive decimal number, as TensorFlow Serving reads it.
+    A version is a directory whose name is a decimal number, as TensorFlow Serving reads it: `0009` is 9.
     """
     root = Path(model_dir)
-    if not root.is_dir():
-        return []
-    return sorted(int(p.name) for p in root.iterdir() if p.is_dir() and p.name.isascii() and p.name.isdigit())
+    found = [p for p in root.iterdir() if p.is_dir() and _is_number(p.name)] if root.is_dir() else []
+    return {int(p.name): p for p in sorted(found, key=lambda p: int(p.name))}
+
+
+def next_version(model_dir):
+    """Returns one above the highest number that any entry of `base_path/name` is named, 1 for the first."""
+    root = Path(model_dir)
+    names = [p.name for p in root.iterdir()] if root.is_dir() else []
+    return max((int(name) for name in names if _is_number(name)), default=0) + 1
+
+
+def _is_number(name):
+    return name.isascii() and name.isdigit()
 
 
 def _reason(error):

@@ -1,0 +1,142 @@
+"""One candidate version directory: every artifact, verified in fresh processes, described by its manifest."""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import onnx
+
+from export import onnx_text, saved_model, verify
+from export.onnx_graph import convert, make_metadata
+from export.quantize import MIN_AGREEMENT, quantize_int8
+from pipeline import dataset
+from pipeline.contract import ONNX_FILES, ONNX_TEXT, PAD_ID, TOKENIZER_MODEL, Manifest, list_files
+from pipeline.files import staged_directory
+from pipeline.text import Tokenizer, pad
+from serving.tensorflow_serving import write_warmup
+
+# onnxruntime and onnxruntime-gpu are the same module; one of them is installed.
+_PACKAGES = (
+    "tensorflow",
+    "keras",
+    "tensorflow-text",
+    "tf2onnx",
+    "onnx",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-extensions",
+    "sentencepiece",
+    "numpy",
+)
+
+
+def build_candidate(job, run_dir, model, version, export_key, report, note):
+    """Exports, verifies and describes; `run_dir/candidate/` is complete or does not exist.
+
+    Args:
+        job: a `JobConfig`.
+        run_dir: the run directory, with `data/`.
+        model: the trained `EncoderClassifier` in float32.
+        version: number under which the candidate will be published.
+        export_key: fingerprint of everything it is made from.
+        report: the evaluation report.
+        note: called with one line per step.
+
+    Returns:
+        The candidate's `Manifest`.
+
+    Raises:
+        VerificationError: an artifact does not answer as the model does; nothing is left behind.
+    """
+    data_dir = Path(run_dir) / "data"
+    labels = dataset.load_labels(data_dir)
+    tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
+    texts = dataset.load_texts(data_dir, "test")
+    with staged_directory(Path(run_dir) / "candidate") as directory, tempfile.TemporaryDirectory() as scratch:
+        note("exporting SavedModel and ONNX graphs")
+        _write_artifacts(job, directory, model, version, labels, tokenizer, texts)
+        manifest = Manifest(
+            name=job.name,
+            version=version,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            labels=labels,
+            max_length=job.model.max_length,
+            pad_id=PAD_ID,
+            files=list_files(directory),
+            metrics=report["test"],
+            parity={},
+            warnings=[],
+            job=job.resolved(),
+            data_fingerprint=report["data_fingerprint"],
+            export_key=export_key,
+            packages=package_versions(),
+            source_revision=source_revision(),
+        )
+        manifest.write(directory)
+        note("reloading every artifact in fresh processes and comparing it with the trained model")
+        cases = Path(scratch) / "cases.npz"
+        predict = saved_model.classify_function(model)
+        verify.write_cases(
+            cases, lambda token_ids: predict(token_ids)["logits"], texts, tokenizer, job.model.max_length
+        )
+        parity = verify.verify(directory, cases)
+        manifest = _without_poor_int8(dataclasses.replace(manifest, parity=parity), directory)
+        manifest.write(directory)
+    return manifest
+
+
+def _write_artifacts(job, directory, model, version, labels, tokenizer, texts):
+    export, max_length = job.export, job.model.max_length
+    saved_model.export_saved_model(
+        model, directory, labels, tokenizer.model if export.text_signature else None, max_length
+    )
+    (directory / TOKENIZER_MODEL).write_bytes(tokenizer.model)
+    # Short and long requests, one row and several: the server runs them before it takes traffic.
+    by_length = sorted(texts[: verify.REAL_TEXTS], key=len)
+    batches = [by_length[:1], by_length[-1:], by_length[:4]]
+    token_ids = [pad(tokenizer.encode(batch, max_length)) for batch in batches]
+    write_warmup(directory, job.name, batches, token_ids, export.text_signature)
+    metadata = make_metadata(job.name, version, labels, max_length, tokenizer.sha256)
+    graph = convert(model, export.opset, metadata)
+    for file in (*ONNX_FILES.values(), ONNX_TEXT):
+        (directory / file).parent.mkdir(exist_ok=True)
+    onnx.save(graph, directory / ONNX_FILES["float32"])
+    onnx.save(onnx_text.build_text_graph(graph, tokenizer.model, max_length), directory / ONNX_TEXT)
+    if "int8" in export.precisions:
+        quantize_int8(directory / ONNX_FILES["float32"], directory / ONNX_FILES["int8"])
+
+
+def _without_poor_int8(manifest, directory):
+    """Leaves the int8 file out, with a warning, when it changes too many labels."""
+    file = ONNX_FILES["int8"]
+    agreement = manifest.parity.get(file, {}).get("label_agreement", 1.0)
+    if agreement >= MIN_AGREEMENT:
+        return manifest
+    (directory / file).unlink()
+    warning = f"{file} was left out: {agreement:.1%} of labels agree with float32, {MIN_AGREEMENT:.0%} are needed"
+    return dataclasses.replace(manifest, files=list_files(directory), warnings=[*manifest.warnings, warning])
+
+
+def package_versions():
+    """Returns package -> version of those that shape the artifacts and are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def source_revision():
+    """Returns the git revision of this code, or $SOURCE_REVISION in an image without git, or ""."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+        found = done.stdout.strip() if done.returncode == 0 else ""
+    except OSError:
+        found = ""
+    return found or os.environ.get("SOURCE_REVISION", "")

@@ -1,0 +1,247 @@
+"""Reloads exported artifacts in a fresh process and compares their answers with the trained model's.
+
+The process that trained writes the cases and the model's answers with `write_cases`; `verify` starts one process
+per runtime (TensorFlow and ONNX Runtime Extensions crash together), each of which writes what it saw as JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.contract import (
+    LABEL,
+    LOGITS,
+    ONNX_FILES,
+    ONNX_TEXT,
+    PROBABILITIES,
+    SERVING_SIGNATURE,
+    TEXT,
+    TOKEN_IDS,
+    TOKEN_IDS_SIGNATURE,
+    WARMUP,
+    Manifest,
+)
+from pipeline.errors import VerificationError
+from pipeline.evaluation import softmax
+from pipeline.files import read_json
+from pipeline.text import Tokenizer, pad
+
+TOLERANCE = 1e-4  # absolute, and relative for answers above 1
+REAL_TEXTS = 200
+# What real data may lack: nothing at all, blanks, other scripts, signs outside the BMP, more than max_length.
+_ODD_TEXTS = ["", "   ", "\t\n", "naïve café – 100 %", "好看，推荐！", "\U0001f600\U0001f44d\u200d", "so " * 3000]
+_BATCH_SIZES = (1, 3, 17)
+
+
+def write_cases(path, predict, texts, tokenizer, max_length):
+    """Writes inputs and the trained model's answers for them.
+
+    Args:
+        path: `.npz` file to write.
+        predict: token_ids int32 [B, T] -> logits [B, C], the trained model.
+        texts: real texts; the first 200 are used.
+        tokenizer: the `Tokenizer` the model was trained with.
+        max_length: longest text, in tokens.
+    """
+    rng = np.random.default_rng(0)
+    cases = {}
+    for batch in _BATCH_SIZES:
+        for length in sorted({1, 7, max_length}):
+            length = min(length, max_length)
+            token_ids = rng.integers(1, tokenizer.vocab_size, (batch, length), np.int32)
+            # Full, empty and short rows, as far as there are rows; a single row is full.
+            if batch > 1:
+                token_ids[1] = 0
+                for row in range(2, batch):
+                    token_ids[row, rng.integers(1, length + 1) :] = 0
+            cases[f"ids/{batch}x{length}"] = token_ids
+            cases[f"logits/{batch}x{length}"] = np.asarray(predict(token_ids), np.float32)
+    empty = np.zeros((1, min(7, max_length)), np.int32)  # a batch of nothing but an empty text
+    cases |= {"ids/empty": empty, "logits/empty": np.asarray(predict(empty), np.float32)}
+    texts = [*texts[:REAL_TEXTS], *_ODD_TEXTS]
+    rows = tokenizer.encode(texts, max_length)
+    logits = [np.asarray(predict(pad([row])), np.float32)[0] for row in rows]
+    np.savez(path, texts=np.array(json.dumps(texts)), text_logits=np.stack(logits), **cases)
+
+
+def verify(version_dir, cases):
+    """Compares every artifact of `version_dir` with the answers in `cases`, in fresh processes.
+
+    Returns:
+        artifact -> figures: cases, max_abs_difference, and for int8 label_agreement instead.
+
+    Raises:
+        VerificationError: an artifact cannot be loaded, or differs; says which, where and by how much.
+    """
+    parity = {}
+    for runtime in _RUNTIMES:
+        parity |= _in_fresh_process(runtime, version_dir, cases)
+    differing = [f"{artifact}: {p['failed']}" for artifact, p in parity.items() if "failed" in p]
+    if differing:
+        raise VerificationError(
+            "exported artifacts differ from the trained model and were deleted: " + "; ".join(differing) + "."
+        )
+    return parity
+
+
+def _in_fresh_process(runtime, version_dir, cases):
+    root = str(Path(__file__).resolve().parents[1])  # the child finds this code wherever it was started from
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "answer.json"
+        command = [sys.executable, "-m", "export.verify", runtime, str(version_dir), str(cases), str(answer)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        parity = read_json(answer)
+    if done.returncode or parity is None:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise VerificationError(
+            f"exported artifacts could not be checked with {runtime} and were deleted: exit code {done.returncode}, {last}"
+        )
+    return parity
+
+
+# What follows runs in the fresh process.
+
+
+class _Comparison:
+    """Collects the differences of one artifact."""
+
+    def __init__(self):
+        self.cases = 0
+        self.max_abs_difference = 0.0
+        self.failed = None
+
+    def add(self, case, found, expected):
+        found = np.asarray(found)
+        self.cases += 1
+        if found.shape != expected.shape or not np.isfinite(found).all():
+            self._fail(f"{case}: shape {found.shape}, all finite: {bool(np.isfinite(found).all())}")
+            return
+        difference = np.abs(found - expected)
+        self.max_abs_difference = max(self.max_abs_difference, float(difference.max()))
+        if (difference > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
+            self._fail(f"{case}: differs by up to {difference.max():.3g}, allowed {TOLERANCE}")
+
+    def require(self, case, holds, message):
+        self.cases += 1
+        if not holds:
+            self._fail(f"{case}: {message}")
+
+    def _fail(self, message):
+        self.failed = self.failed or message
+
+    def result(self):
+        failed = {"failed": self.failed} if self.failed else {}
+        return {"cases": self.cases, "max_abs_difference": self.max_abs_difference, **failed}
+
+
+def _check_saved_model(version_dir, cases):
+    import tensorflow as tf
+
+    manifest = Manifest.read(version_dir)
+    labels = np.array([label.encode() for label in manifest.labels], object)
+    has_text = manifest.job["export"]["text_signature"]
+    if has_text:
+        import tensorflow_text  # noqa: F401 - registers the operations of the text signature
+    loaded = tf.saved_model.load(str(version_dir))
+    ids_signature = loaded.signatures[TOKEN_IDS_SIGNATURE]
+    serving_signature = loaded.signatures[SERVING_SIGNATURE]
+    comparison = _Comparison()
+    for case, token_ids, logits in _id_cases(cases):
+        answer = ids_signature(token_ids=tf.constant(token_ids))
+        comparison.add(f"{case} logits", answer[LOGITS], logits)
+        comparison.add(f"{case} probabilities", answer[PROBABILITIES], softmax(logits))
+    if has_text:
+        texts, logits = _text_cases(cases)
+        for case, batch, expected in _text_batches(texts, softmax(logits)):
+            answer = serving_signature(text=tf.constant(batch))
+            comparison.add(f"{case} probabilities", answer[PROBABILITIES], expected)
+            given = labels[np.argmax(answer[PROBABILITIES], axis=1)]
+            comparison.require(f"{case} label", (answer[LABEL].numpy() == given).all(), "not the most probable one")
+    from serving.tensorflow_serving import read_warmup
+
+    for i, (name, inputs) in enumerate(read_warmup(version_dir)):
+        answer = loaded.signatures[name](**{key: tf.constant(value) for key, value in inputs.items()})
+        finite = np.isfinite(answer[PROBABILITIES]).all()
+        comparison.require(f"{WARMUP} record {i}", finite, "the answer is not finite")
+    return {"saved_model": comparison.result()}
+
+
+def _check_onnx(version_dir, cases):
+    import onnxruntime as ort
+
+    from serving.onnx_classifier import OnnxClassifier
+
+    manifest = Manifest.read(version_dir)
+    texts, text_logits = _text_cases(cases)
+    comparison = _Comparison()
+    classifier = OnnxClassifier.load(version_dir)
+    session = ort.InferenceSession(str(Path(version_dir) / ONNX_FILES["float32"]), providers=["CPUExecutionProvider"])
+    for case, token_ids, logits in _id_cases(cases):
+        found = session.run([LOGITS, PROBABILITIES], {TOKEN_IDS: token_ids})
+        comparison.add(f"{case} logits", found[0], logits)
+        comparison.add(f"{case} probabilities", found[1], softmax(logits))
+    rows = Tokenizer.load(Path(version_dir) / "tokenizer.model").encode(texts, manifest.max_length)
+    comparison.add("text logits", classifier.logits(pad(rows)), text_logits)
+    comparison.add("text probabilities", classifier.probabilities(texts), softmax(text_logits))
+    parity = {ONNX_FILES["float32"]: comparison.result()}
+    if ONNX_FILES["int8"] in manifest.files:
+        quantized = OnnxClassifier.load(version_dir, precision="int8").probabilities(texts)
+        agreement = (quantized.argmax(axis=1) == text_logits.argmax(axis=1)).mean()
+        failed = {} if np.isfinite(quantized).all() else {"failed": "an answer is not finite"}
+        parity[ONNX_FILES["int8"]] = {"cases": len(texts), "label_agreement": float(agreement), **failed}
+    return parity
+
+
+def _check_onnx_text(version_dir, cases):
+    import onnxruntime as ort
+    import onnxruntime_extensions
+
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
+    path = str(Path(version_dir) / ONNX_TEXT)
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    texts, logits = _text_cases(cases)
+    comparison = _Comparison()
+    for case, batch, expected in _text_batches(texts, softmax(logits)):
+        found = session.run([PROBABILITIES], {TEXT: np.array(batch, object)})[0]
+        comparison.add(f"{case} probabilities", found, expected)
+    return {ONNX_TEXT: comparison.result()}
+
+
+_RUNTIMES = {"tensorflow": _check_saved_model, "onnxruntime": _check_onnx, "onnxruntime-extensions": _check_onnx_text}
+
+
+def _id_cases(path):
+    with np.load(path) as cases:
+        for name in cases.files:
+            if name.startswith("ids/"):
+                yield name, cases[name], cases["logits/" + name.removeprefix("ids/")]
+
+
+def _text_cases(path):
+    with np.load(path) as cases:
+        return json.loads(str(cases["texts"])), cases["text_logits"]
+
+
+def _text_batches(texts, expected, size=17):
+    for start in range(0, len(texts), size):
+        yield f"texts {start}+", texts[start : start + size], expected[start : start + size]
+    for i, text in enumerate(texts):
+        if not text.strip():
+            yield f"text {i} alone", [text], expected[i : i + 1]
+
+
+def main(runtime, version_dir, cases, answer):
+    """Checks the artifacts of one runtime and writes what was seen to the file `answer`."""
+    Path(answer).write_text(json.dumps(_RUNTIMES[runtime](version_dir, cases)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

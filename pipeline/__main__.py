@@ -1,0 +1,103 @@
+"""Command line: `python -m pipeline run|prepare|train|evaluate|export|publish JOB.toml [--set section.key=value]`."""
+
+import signal
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from pipeline.config import load_job
+from pipeline.console import Console
+from pipeline.errors import Interrupted, PipelineError
+from pipeline.job import Job
+
+app = typer.Typer(
+    help="Train a text classifier from a job file and publish it for TensorFlow Serving and ONNX Runtime.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+JobFile = Annotated[str, typer.Argument(metavar="JOB.toml", help="The job file.")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="section.key=value", help="Overrides a key of the job file; repeatable.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is kept aside.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def run(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
+    """Does all that is left: prepare, train, evaluate, export, publish. Run it again to go on."""
+    _execute(Job.run, job, set, debug, fresh)
+
+
+@app.command()
+def prepare(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
+    """Reads, checks and splits the data, trains the tokenizer, writes token arrays."""
+    _execute(Job.prepare, job, set, debug, fresh)
+
+
+@app.command()
+def train(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+    """Trains, or goes on from the newest good checkpoint."""
+    _execute(Job.train, job, set, debug)
+
+
+@app.command()
+def evaluate(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+    """Measures the best weights on the test rows and asks the gate."""
+    _execute(Job.evaluate, job, set, debug)
+
+
+@app.command()
+def export(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+    """Builds the candidate version and verifies every artifact in a fresh process."""
+    _execute(Job.export, job, set, debug)
+
+
+@app.command()
+def publish(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+    """Renames the candidate into its place under base_path/name."""
+    _execute(Job.publish, job, set, debug)
+
+
+def _execute(stage, path, overrides, debug, fresh=False):
+    """Runs one stage and ends the process with the exit code of what happened."""
+    console = Console()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _on_signal)
+    try:
+        job = Job(load_job(path, overrides), console, fresh)
+        with job.at_work():
+            stage(job)
+    except Exception as e:
+        if debug:
+            traceback.print_exc()
+        sys.exit(_report(e, console))
+
+
+def _on_signal(number, frame):
+    # Once is enough: a second signal must not disturb what cleans up after the first.
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted(
+        f"stopped by {signal.Signals(number).name}; what was finished is kept. Run the same command again to go on."
+    )
+
+
+def _report(error, console):
+    if isinstance(error, PipelineError):
+        console.error(str(error))
+        return error.exit_code
+    if isinstance(error, OSError) and error.filename:
+        console.error(f"{error.filename}: {error.strerror}. Check the path, its permissions and the room on the disk.")
+        return 1
+    console.error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
+    return 1
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,146 @@
+"""Checkpoints that are whole or absent: every array and counter of the training state, with checksums.
+
+A checkpoint `step-00000120/` holds `state.npz` (every variable), `progress.json` (every counter) and
+`SHA256SUMS` over both. It is written beside its place, synced to the disk and renamed.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.contract import sha256_file
+from pipeline.errors import CheckpointError
+from pipeline.files import remove_staged, staged_directory
+
+STATE = "state.npz"
+PROGRESS = "progress.json"
+SUMS = "SHA256SUMS"
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where training stands; what is in no variable.
+
+    Attributes:
+        epoch: epoch being trained, from 0.
+        batch: batches of this epoch already trained; when it is their number, validation is due.
+        step: optimizer steps done.
+        best_step: step of the best weights, -1 before the first validation.
+        best_value: their value of the chosen metric on validation, None before the first validation.
+        evaluations_without_improvement: validations since then.
+        metrics_bytes: length of metrics.jsonl at this moment, in bytes.
+        finished: why training ended ("epochs", "patience"), "" while it goes on.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    best_step: int = -1
+    best_value: float | None = None
+    evaluations_without_improvement: int = 0
+    metrics_bytes: int = 0
+    finished: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found good."""
+
+    arrays: dict
+    progress: Progress
+    key: str
+
+
+def save(directory, arrays, progress, key):
+    """Writes the checkpoint of step `progress.step` under `directory`; one of the same step is replaced.
+
+    Args:
+        directory: the folder of all checkpoints.
+        arrays: name -> array, the whole state.
+        progress: the counters.
+        key: fingerprint of what this run trains on and how; `restore` takes no other.
+
+    Raises:
+        CheckpointError: a value is not finite, or the disk refuses; nothing half-written stays.
+    """
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise CheckpointError(f"step {progress.step}: {name} holds a value that is not finite; nothing was saved.")
+    target = Path(directory) / f"step-{progress.step:08d}"
+    try:
+        with staged_directory(target) as staged:
+            np.savez(staged / STATE, **arrays)
+            record = {"key": key, **dataclasses.asdict(progress)}
+            (staged / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            sums = "".join(f"{sha256_file(staged / name)}  {name}\n" for name in (STATE, PROGRESS))
+            (staged / SUMS).write_text(sums, encoding="utf-8")
+    except OSError as e:
+        raise CheckpointError(
+            f"cannot write checkpoint {target}: {e.strerror or e}. Earlier checkpoints are untouched: "
+            "make room on the disk and run again to go on from the newest."
+        ) from e
+
+
+def steps(directory):
+    """Returns the steps that have a checkpoint under `directory`, ascending, good or not."""
+    root = Path(directory)
+    names = [_NAME.fullmatch(p.name) for p in root.iterdir()] if root.is_dir() else []
+    return sorted(int(name[1]) for name in names if name)
+
+
+def read(directory, step):
+    """Reads the checkpoint of one step.
+
+    Raises:
+        CheckpointError: it is damaged or cannot be read; says how.
+    """
+    path = Path(directory) / f"step-{step:08d}"
+    try:
+        sums = (path / SUMS).read_text(encoding="utf-8")
+        if sums != "".join(f"{sha256_file(path / name)}  {name}\n" for name in (STATE, PROGRESS)):
+            raise CheckpointError(f"checkpoint {path} is damaged: a file differs from its {SUMS}")
+        record = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+        with np.load(path / STATE, allow_pickle=False) as state:
+            arrays = {name: state[name] for name in state.files}
+        return Checkpoint(arrays, key=record.pop("key"), progress=Progress(**record))
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as e:
+        raise CheckpointError(f"checkpoint {path} is damaged: {e}") from e
+
+
+def best_step(directory, step):
+    """Returns the step of the best weights that a checkpoint names, None when its record cannot be read."""
+    try:
+        record = json.loads((Path(directory) / f"step-{step:08d}" / PROGRESS).read_text(encoding="utf-8"))
+        return record["best_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def restore(directory, warn):
+    """Returns the newest good checkpoint under `directory`, or None when there is none.
+
+    Args:
+        directory: the folder of all checkpoints.
+        warn: called with one line for every damaged checkpoint that was passed over.
+    """
+    remove_staged(directory)
+    for step in reversed(steps(directory)):
+        try:
+            return read(directory, step)
+        except CheckpointError as e:
+            warn(f"{e}; using the one before it.")
+    return None
+
+
+def prune(directory, keep):
+    """Removes every checkpoint whose step is not in `keep`."""
+    for step in steps(directory):
+        if step not in keep:
+            shutil.rmtree(Path(directory) / f"step-{step:08d}")

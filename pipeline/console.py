@@ -1,0 +1,60 @@
+"""What a command shows: a progress bar on a terminal, plain lines in a log file; always on stderr."""
+
+import contextlib
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Console:
+    """Notes, warnings and training progress on stderr; results go to stdout."""
+
+    def __init__(self):
+        self._rich = RichConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+    def note(self, line):
+        """Shows one line."""
+        self._rich.print(line)
+
+    def warn(self, line):
+        """Shows one line that asks for attention."""
+        self._rich.print(f"warning: {line}")
+
+    def error(self, message):
+        """Shows why the command failed, as one line."""
+        self._rich.print(f"error: {' '.join(message.split())}")
+
+    def result(self, line):
+        """Prints one line of the command's result on stdout."""
+        print(line, flush=True)
+
+    @contextlib.contextmanager
+    def training(self, steps):
+        """Yields the progress of a training of `steps` steps."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+        )
+        with Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal) as bar:
+            yield _TrainingProgress(self, bar, bar.add_task("training", total=steps, loss=float("nan")))
+
+
+class _TrainingProgress:
+    def __init__(self, console, bar, task):
+        self._console = console
+        self._bar = bar
+        self._task = task
+
+    def step(self, progress, loss):
+        """Moves the bar to `progress.step`."""
+        self._bar.update(self._task, completed=progress.step, loss=loss, description=f"epoch {progress.epoch + 1}")
+
+    def epoch(self, progress, figures):
+        """Shows one line for a finished epoch, above the bar."""
+        self._console.note(
+            f"epoch {progress.epoch + 1}, step {progress.step}: validation loss {figures['loss']:.4f}, "
+            f"accuracy {figures['accuracy']:.4f}, macro-F1 {figures['macro_f1']:.4f}"
+        )

@@ -1,0 +1,251 @@
+"""From labelled files to token arrays on disk: read, split, check, tokenise, report; and the reader of the result."""
+
+import collections
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config import fingerprint
+from pipeline.contract import PAD_ID, TOKENIZER_MODEL, UNK_ID, sha256_file
+from pipeline.errors import DataError
+from pipeline.files import read_json, staged_directory, write_json
+from pipeline.reading import file_form, find_files, join_some, read_table
+from pipeline.splitting import SPLITS, check_splits, describe_duplicates, split_rows
+from pipeline.text import Tokenizer, train_tokenizer
+
+LABELS = "labels.json"
+REPORT = "report.json"
+TEXTS = "texts.jsonl"
+
+_FORMAT = 1  # part of the fingerprint: what was written in another way is prepared again
+_FEW_ROWS = 10  # a class with fewer training rows gets a warning
+_ENCODE_ROWS = 8192
+
+
+def read_rows(pattern, text_column, label_column, require_labels=True):
+    """Returns (texts, labels) of the files that `pattern` names; arguments and errors as in `read_table`."""
+    rows = read_table(pattern, text_column, label_column, require_labels)
+    return rows.texts, rows.labels
+
+
+def data_fingerprint(job):
+    """Returns a SHA-256 (hex) over the contents of the input files and the settings that shape the data.
+
+    Raises:
+        DataError: an input file is missing or cannot be read.
+        JobError: `tokenizer.model_file` cannot be used.
+    """
+    data = job.data.model_dump(mode="json")
+    for split in SPLITS:
+        files = find_files(data[split]) if data[split] else []
+        data[split] = [(file_form(path), sha256_file(path)) for path in files]
+    model_file = job.tokenizer.model_file
+    tokenizer = Tokenizer.load(model_file).sha256 if model_file else job.tokenizer.vocab_size
+    return fingerprint(_FORMAT, data, tokenizer, job.model.max_length)
+
+
+def prepare(job, data_dir):
+    """Makes `data_dir` from the job's input files; does nothing when it was made from equal ones.
+
+    Writes `tokenizer.model`, `labels.json` (sorted), `report.json` and per split `tokens.npy` (int32, flat, rows cut
+    at `model.max_length`), `offsets.npy` (int64 `[rows + 1]`), `labels.npy` (int32 `[rows]`), `rows.npy` (int64
+    `[rows]`, the row's number in its source) and, train aside, `texts.jsonl` (a JSON string per row).
+
+    Args:
+        job: a `JobConfig`.
+        data_dir: becomes complete in one rename, or stays as it was.
+
+    Returns:
+        The report, as in `report.json`.
+
+    Raises:
+        DataError: the files, the labels or a split cannot be used.
+        JobError: the tokenizer's settings do not suit the data.
+    """
+    data_dir, key = Path(data_dir), data_fingerprint(job)
+    stored = read_json(data_dir / REPORT)
+    if isinstance(stored, dict) and stored.get("fingerprint") == key:
+        return stored
+    data = job.data
+    sources = {s: read_table(getattr(data, s), data.text_column, data.label_column) for s in SPLITS if getattr(data, s)}
+    splits, removed = split_rows(sources, data.validation_fraction, data.test_fraction)
+    check_splits(sources, splits)
+    labels = sorted(set(splits["train"].labels))
+    tokenizer = _tokenizer(job, splits["train"].texts)
+    report = {
+        "fingerprint": key,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_sha256": tokenizer.sha256,
+        "max_length": job.model.max_length,
+        "sources": {name: _describe_source(source) for name, source in sources.items()},
+        "duplicates": describe_duplicates(splits, removed),
+    }
+    with staged_directory(data_dir) as staged:
+        (staged / TOKENIZER_MODEL).write_bytes(tokenizer.model)
+        write_json(staged / LABELS, labels)
+        report["splits"] = {
+            name: _write_split(staged / name, split, labels, tokenizer, job.model.max_length)
+            for name, split in splits.items()
+        }
+        report["warnings"] = _warnings(report)
+        write_json(staged / REPORT, report)
+        if data_fingerprint(job) != key:
+            raise DataError("the input files changed while they were read. Run it again when they are complete.")
+    return report
+
+
+def _tokenizer(job, texts):
+    if job.tokenizer.model_file:
+        return Tokenizer.load(job.tokenizer.model_file)
+    return Tokenizer(train_tokenizer(texts, job.tokenizer.vocab_size))
+
+
+def _write_split(directory, split, labels, tokenizer, max_length):
+    """Writes the files of one split and returns its part of the report."""
+    directory.mkdir()
+    tokens, lengths, unknown = _encode(tokenizer, split.texts, max_length)
+    index = {label: i for i, label in enumerate(labels)}
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.minimum(lengths, max_length), out=offsets[1:])
+    np.save(directory / "tokens.npy", tokens)
+    np.save(directory / "offsets.npy", offsets)
+    np.save(directory / "labels.npy", np.array([index[label] for label in split.labels], np.int32))
+    np.save(directory / "rows.npy", split.numbers)
+    if directory.name != "train":
+        with open(directory / TEXTS, "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(text) + "\n" for text in split.texts)
+    rows, counts = len(split.texts), collections.Counter(split.labels)
+    percentiles = {f"p{q}": int(np.percentile(lengths, q, method="higher")) for q in (50, 90, 95, 99)}
+    return {
+        "rows": rows,
+        "source": f"data.{split.source}",
+        "labels": {label: counts[label] for label in labels},
+        "shares": {label: round(counts[label] / rows, 6) for label in labels},
+        "length": percentiles | {"max": int(lengths.max()), "mean": round(float(lengths.mean()), 2)},
+        "tokens": len(tokens),
+        "truncated_share": round(float((lengths > max_length).mean()), 6),
+        "unknown_share": round(unknown / max(1, int(lengths.sum())), 6),
+    }
+
+
+def _encode(tokenizer, texts, max_length):
+    """Returns the tokens (int32, flat, cut), the lengths before the cut (int64 `[rows]`) and the number of UNKs."""
+    tokens, lengths, unknown = [], [], 0
+    for start in range(0, len(texts), _ENCODE_ROWS):
+        rows = tokenizer.encode(texts[start : start + _ENCODE_ROWS])
+        lengths += map(len, rows)
+        unknown += int((np.concatenate(rows) == UNK_ID).sum())
+        tokens.append(np.concatenate([row[:max_length] for row in rows]))
+    return np.concatenate(tokens), np.array(lengths, np.int64), unknown
+
+
+def _describe_source(source):
+    read = len(source.texts) + source.blank
+    return {"files": [path for path, _ in source.files], "rows": read, "blank": source.blank}
+
+
+def _warnings(report):
+    splits, found = report["splits"], []
+    few = [label for label, n in splits["train"]["labels"].items() if n < _FEW_ROWS]
+    if few:
+        found.append(f"classes with fewer than {_FEW_ROWS} training rows: {join_some(few)}")
+    for name in SPLITS[1:]:
+        absent = [label for label, n in splits[name]["labels"].items() if n == 0]
+        if absent:
+            found.append(f"classes without a {name} row: {join_some(absent)}")
+    for pair, count in report["duplicates"]["removed"].items():
+        name, other = pair.split("_in_")
+        if count:
+            found.append(f"{count} {name} rows were removed because their text is in the {other} split")
+    if several := report["duplicates"]["train_texts_with_several_labels"]:
+        found.append(f"{several} training texts occur under more than one label")
+    if (share := splits["train"]["truncated_share"]) > 0.05:
+        found.append(f"{share:.0%} of the training texts are longer than model.max_length={report['max_length']}")
+    if (share := splits["train"]["unknown_share"]) > 0.01:
+        found.append(f"{share:.1%} of the training tokens are unknown to the tokenizer")
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """One split on disk.
+
+    Attributes:
+        tokens: int32, flat, memory-mapped.
+        offsets: int64 `[rows + 1]`; row i is `tokens[offsets[i]:offsets[i + 1]]`.
+        labels: int32 `[rows]`, indices into `load_labels`.
+        rows: int64 `[rows]`, the row's number in its source, blank rows and all files counted, from 0.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    labels: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def load(cls, data_dir, name):
+        """Opens the split `name` ("train", "validation", "test") of a directory that `prepare` made.
+
+        Raises:
+            DataError: it is not there, or damaged.
+        """
+        directory = Path(data_dir) / name
+        try:
+            mapped = np.load(directory / "tokens.npy", mmap_mode="r")
+            arrays = [np.load(directory / f"{array}.npy") for array in ("offsets", "labels", "rows")]
+        except (OSError, ValueError, EOFError) as e:
+            raise _unprepared(directory, e) from e
+        return cls(mapped.view(np.ndarray), *arrays)  # a plain view of the map: np.memmap indexes slowly
+
+    def __len__(self):
+        return len(self.labels)
+
+    @functools.cached_property
+    def lengths(self):
+        """int64 `[rows]`: tokens per row."""
+        return np.diff(self.offsets)
+
+    def token_ids(self, indices):
+        """Returns int32 `[B, T]`: the rows at `indices` padded at the end; T = max(1, longest)."""
+        indices = np.asarray(indices, np.int64)
+        lengths = self.lengths[indices][:, None]  # [B, 1]
+        position = np.arange(max(1, lengths.max(initial=0)))  # [T]
+        real = position < lengths  # [B, T]
+        token_ids = np.full(real.shape, PAD_ID, np.int32)
+        token_ids[real] = self.tokens[(self.offsets[indices][:, None] + position)[real]]
+        return token_ids
+
+
+def load_labels(data_dir):
+    """Returns the label strings in index order. Raises DataError where `prepare` has not been."""
+    return _load_json(Path(data_dir) / LABELS)
+
+
+def load_report(data_dir):
+    """Returns what `prepare` returned. Raises DataError where `prepare` has not been."""
+    return _load_json(Path(data_dir) / REPORT)
+
+
+def load_texts(data_dir, name):
+    """Returns the texts of the split "validation" or "test". Raises DataError where `prepare` has not been."""
+    path = Path(data_dir) / name / TEXTS
+    try:
+        with open(path, encoding="utf-8") as f:
+            return [json.loads(line) for line in f]
+    except (OSError, ValueError) as e:
+        raise _unprepared(path, e) from e
+
+
+def _load_json(path):
+    value = read_json(path)
+    if value is None:
+        raise _unprepared(path, "missing or damaged")
+    return value
+
+
+def _unprepared(path, error):
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"cannot read {path}: {reason}. Run `python -m pipeline prepare` with the job file first.")

@@ -1,0 +1,21 @@
+"""Keras layers of the encoder classifier; each can be used alone in another model.
+
+Masks are boolean and True = real: `token_valid [B, T]` marks real tokens, `attend [B, 1 | T, S]` says which
+keys a query may attend to. Axes: B batch, T query positions, S key positions, N heads, H head size, D model
+size, F feed-forward size.
+"""
+
+from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention
+from pipeline.layers.encoder import PreNormEncoderLayer
+from pipeline.layers.feed_forward import PositionwiseFeedForward
+from pipeline.layers.pooling import MaskedMeanPooling
+from pipeline.layers.position import SinusoidalPosition
+
+__all__ = [
+    "MaskedMeanPooling",
+    "MultiHeadAttention",
+    "PositionwiseFeedForward",
+    "PreNormEncoderLayer",
+    "ScaledDotProductAttention",
+    "SinusoidalPosition",
+]

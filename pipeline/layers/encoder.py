@@ -1,0 +1,66 @@
+"""The Pre-Norm Transformer encoder layer (Xiong et al. 2020, "On Layer Normalization in the Transformer")."""
+
+import keras
+
+from pipeline.layers.attention import MultiHeadAttention
+from pipeline.layers.feed_forward import PositionwiseFeedForward
+from pipeline.seeds import derive_seed
+
+LAYER_NORM_EPSILON = 1e-5
+
+
+@keras.saving.register_keras_serializable(package="pipeline")
+class PreNormEncoderLayer(keras.layers.Layer):
+    """x + Drop(Attention(LN(x))), then x + Drop(FeedForward(LN(x))).
+
+    Args:
+        num_heads: number of attention heads; divides the size of the input vectors.
+        d_ff: size of the feed-forward network's hidden layer.
+        dropout: share dropped in training: of attention weights, of hidden values, of both branches.
+        seed: integer seed of initial values and dropout, or None for a random one.
+    """
+
+    def __init__(self, num_heads, d_ff, dropout=0.0, seed=None, **kwargs):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.d_ff = d_ff
+        self.dropout = dropout
+        self.seed = seed
+
+    def build(self, x_shape, attend_shape=None):
+        policy, dropout = self.dtype_policy, self.dropout
+
+        def seed(name):
+            return derive_seed(self.seed, name)
+
+        self.attention_norm = layer_norm("attention_norm")
+        self.attention = MultiHeadAttention(
+            x_shape[-1], self.num_heads, dropout, seed=seed("attention"), dtype=policy, name="attention"
+        )
+        self.attention_dropout = keras.layers.Dropout(dropout, seed=seed("attention_dropout"), dtype=policy)
+        self.feed_forward_norm = layer_norm("feed_forward_norm")
+        self.feed_forward = PositionwiseFeedForward(
+            self.d_ff, dropout, seed=seed("feed_forward"), dtype=policy, name="feed_forward"
+        )
+        self.feed_forward_dropout = keras.layers.Dropout(dropout, seed=seed("feed_forward_dropout"), dtype=policy)
+        for layer in (self.attention_norm, self.attention, self.feed_forward_norm, self.feed_forward):
+            layer.build(x_shape)
+
+    def call(self, x, attend=None, training=None):
+        """Maps float [B, T, D] to float [B, T, D]; `attend` is bool [B, 1 | T, T], True = may attend."""
+        attended = self.attention(self.attention_norm(x), attend=attend, training=training)
+        x = x + self.attention_dropout(attended, training=training)
+        transformed = self.feed_forward(self.feed_forward_norm(x), training=training)
+        return x + self.feed_forward_dropout(transformed, training=training)
+
+    def compute_output_shape(self, x_shape, attend_shape=None):
+        return x_shape
+
+    def get_config(self):
+        config = {key: getattr(self, key) for key in ("num_heads", "d_ff", "dropout", "seed")}
+        return {**super().get_config(), **config}
+
+
+def layer_norm(name):
+    """Returns the encoder's LayerNormalization: over the last axis, in float32 whatever the policy."""
+    return keras.layers.LayerNormalization(epsilon=LAYER_NORM_EPSILON, dtype="float32", name=name)

@@ -1,0 +1,60 @@
+"""The record of a training: `metrics.jsonl`, and TensorBoard's files made from it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import tensorflow as tf
+
+from pipeline.files import write_atomic
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+
+
+class Record:
+    """Rows of figures, one JSON object per line; use it in a `with` block.
+
+    Args:
+        run_dir: the run directory.
+        num_bytes: length of the part that holds; rows after it belong to steps that will be done again.
+    """
+
+    def __init__(self, run_dir, num_bytes):
+        run_dir = Path(run_dir)
+        path = run_dir / METRICS
+        rows = path.read_bytes()[:num_bytes] if path.exists() else b""
+        write_atomic(path, rows)
+        self.num_bytes = len(rows)
+        self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
+        shutil.rmtree(run_dir / TENSORBOARD, ignore_errors=True)
+        self._tensorboard = tf.summary.create_file_writer(str(run_dir / TENSORBOARD))
+        for line in rows.splitlines():
+            self._show(json.loads(line))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._file.close()
+        self._tensorboard.close()
+
+    def add(self, row):
+        """Appends one row: "kind" and "step", and figures as floats."""
+        line = (json.dumps(row) + "\n").encode()
+        self._file.write(line)
+        self._file.flush()
+        self.num_bytes += len(line)
+        self._show(row)
+
+    def sync(self):
+        """Flushes the rows to the disk, so that a checkpoint may count on them."""
+        os.fsync(self._file.fileno())
+
+    def _show(self, row):
+        with self._tensorboard.as_default(step=row["step"]):
+            for name, value in row.items():
+                if isinstance(value, float):
+                    tf.summary.scalar(f"{row['kind']}/{name}", value)
+        self._tensorboard.flush()

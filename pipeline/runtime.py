@@ -1,0 +1,39 @@
+"""Starting TensorFlow for a command: quiet, deterministic."""
+
+import contextlib
+import os
+import sys
+import tempfile
+
+
+def start_tensorflow():
+    """Imports TensorFlow and Keras without their start-up log lines and makes every operation deterministic.
+
+    TensorFlow writes to file descriptor 2 before its own log level counts, so the descriptor is turned away
+    while it starts; when the import fails, what it wrote is shown.
+    """
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with _stderr_held_back():
+        import tensorflow as tf
+
+        tf.config.list_physical_devices()  # the GPU driver is looked for now, and its absence logged
+    tf.get_logger().setLevel("ERROR")
+    tf.config.experimental.enable_op_determinism()
+
+
+@contextlib.contextmanager
+def _stderr_held_back():
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(saved, held.read())
+            raise
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)

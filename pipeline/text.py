@@ -1,0 +1,203 @@
+"""SentencePiece, the one tokenizer of training, of the SavedModel and of the ONNX file: train, load, encode.
+
+Imports SentencePiece and NumPy only, so that a service can use it without TensorFlow.
+"""
+
+import hashlib
+import io
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from pipeline.contract import PAD_ID, UNK_ID
+from pipeline.errors import DataError, JobError
+
+# What SentencePiece logs as an error it also raises.
+sentencepiece.set_min_log_level(3)
+
+# The trainer holds about 14 bytes per character and needs about 20 s for 100 million of them.
+_TRAINING_TEXTS = 1_000_000
+_TRAINING_CHARS = 100_000_000
+# The trained model depends on the number of threads (sums are taken per thread), so it is not the machine's.
+_TRAINING_THREADS = 16
+# More than the trainer can find (a million seed pieces, and every character of Unicode), so that a larger
+# number is answered with the true limit.
+_VOCAB_LIMIT = 1 << 22
+# Starting a thread costs about as much as encoding this many texts.
+_TEXTS_PER_THREAD = 64
+
+# The trainer leaves out, silently, every text that holds this character.
+_RESERVED = "\u2585"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def well_formed(text):
+    """Returns `text` with each lone surrogate, which UTF-8 cannot hold, replaced by U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def train_tokenizer(texts, vocab_size):
+    """Trains a SentencePiece unigram model with byte fallback; pad 0, unk 1, neither bos nor eos.
+
+    Equal texts give equal bytes. Of more than a million texts or 100 million characters a fixed sample is used.
+
+    Args:
+        texts: list of str.
+        vocab_size: exact number of pieces.
+
+    Returns:
+        The model as bytes, what `Tokenizer` takes.
+
+    Raises:
+        JobError: `vocab_size` is too small for the characters of the texts or too large for the texts;
+            names the nearest number that works.
+        DataError: there is no text to learn from.
+    """
+    texts = [well_formed(text).replace(_RESERVED, " ") for text in _sample(texts)]
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=min(vocab_size, _VOCAB_LIMIT),
+            pad_id=PAD_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            eos_id=-1,
+            byte_fallback=True,
+            max_sentence_length=1 << 30,  # bytes, the largest allowed; longer ones would be left out silently
+            num_threads=_TRAINING_THREADS,
+            minloglevel=3,
+        )
+    except (RuntimeError, ValueError) as e:
+        raise _training_error(str(e), vocab_size, len(texts)) from e
+    return model.getvalue()
+
+
+def _sample(texts):
+    """All texts, or a fixed sample: SentencePiece's own differs from process to process."""
+    chars = sum(map(len, texts))
+    keep = min(_TRAINING_TEXTS, len(texts) * _TRAINING_CHARS // max(chars, 1))
+    if len(texts) <= keep:
+        return texts
+    chosen = np.random.Generator(np.random.PCG64(0)).permutation(len(texts))[: max(keep, 1)]
+    return [texts[i] for i in np.sort(chosen)]
+
+
+def _training_error(message, vocab_size, num_texts):
+    if found := re.search(r"too high .*<= (\d+)", message):
+        return JobError(
+            f"tokenizer.vocab_size={vocab_size} is more than this corpus allows. "
+            f"Set tokenizer.vocab_size to at most {found[1]}, or give more text. Received: vocab_size={vocab_size}"
+        )
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return JobError(
+            f"tokenizer.vocab_size={vocab_size} is less than the characters of this corpus need. "
+            f"Set tokenizer.vocab_size to at least {found[1]}. Received: vocab_size={vocab_size}"
+        )
+    return DataError(
+        f"cannot train a tokenizer on {num_texts} texts: SentencePiece found nothing to learn from "
+        f"({' '.join(message.split())}). Give texts with visible characters."
+    )
+
+
+class Tokenizer:
+    """A SentencePiece model: str -> token ids.
+
+    Attributes:
+        model: the model as bytes, as in `tokenizer.model`.
+    """
+
+    def __init__(self, model, source="the tokenizer"):
+        """Loads a model.
+
+        Args:
+            model: bytes.
+            source: what an error calls it, e.g. its path.
+
+        Raises:
+            JobError: these bytes are no SentencePiece model, or pad is not 0 or unk is not 1.
+        """
+        self.model = bytes(model)
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.model)
+            pieces = self._processor.get_piece_size()
+        except RuntimeError:
+            pieces = 0
+        if not pieces:
+            raise JobError(f"{source} is not a SentencePiece model. Give the .model file that SentencePiece wrote.")
+        pad, unk = self._processor.pad_id(), self._processor.unk_id()
+        if (pad, unk) != (PAD_ID, UNK_ID):
+            raise JobError(
+                f"{source} must have pad id {PAD_ID} and unk id {UNK_ID}. Train it with --pad_id={PAD_ID} "
+                f"--unk_id={UNK_ID} --bos_id=-1 --eos_id=-1. Received: pad_id={pad}, unk_id={unk}"
+            )
+
+    @classmethod
+    def load(cls, path):
+        """Loads a model file.
+
+        Raises:
+            JobError: it cannot be read, or is refused by `Tokenizer`; names the file.
+        """
+        try:
+            return cls(Path(path).read_bytes(), source=str(path))
+        except OSError as e:
+            raise JobError(
+                f"cannot read the tokenizer {path}: {e.strerror}. Give the path of a SentencePiece model."
+            ) from e
+
+    @property
+    def vocab_size(self):
+        """Number of pieces, PAD and UNK included."""
+        return self._processor.get_piece_size()
+
+    @property
+    def sha256(self):
+        """SHA-256 of the model's bytes as 64 hex digits."""
+        return hashlib.sha256(self.model).hexdigest()
+
+    def encode(self, texts, max_length=None):
+        """Returns the token ids of each text; nothing is added in front or behind.
+
+        Args:
+            texts: list of str; lone surrogates count as U+FFFD.
+            max_length: longer rows are cut at the end; None: none is.
+
+        Returns:
+            A list of int32 arrays, one per text.
+
+        Raises:
+            DataError: `texts` is not a list of str.
+        """
+        if isinstance(texts, str):
+            raise DataError(f"texts must be a list of strings. Received: texts={texts[:40]!r} (str)")
+        texts = list(texts)
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise DataError(f"texts must be strings. Received: texts[{i}]={text!r} ({type(text).__name__})")
+        threads = min(os.cpu_count() or 1, 1 + len(texts) // _TEXTS_PER_THREAD)
+        rows = self._processor.encode([well_formed(text) for text in texts], out_type=int, num_threads=threads)
+        return [np.array(row[:max_length], np.int32) for row in rows]
+
+
+def pad(rows, length=0):
+    """Fills rows up to a common length with PAD at the end.
+
+    Args:
+        rows: sequence of B one-dimensional int sequences.
+        length: at least this many positions.
+
+    Returns:
+        int32 `[B, T]`, T = max(1, length, longest row).
+    """
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    token_ids = np.full((len(rows), max(1, length, lengths.max(initial=0))), PAD_ID, np.int32)  # [B, T]
+    if lengths.any():
+        token_ids[np.arange(token_ids.shape[1]) < lengths[:, None]] = np.concatenate(rows)
+    return token_ids

@@ -1,0 +1,195 @@
+"""Command line of the services: `python -m serving predict` and `python -m serving batch`."""
+
+import argparse
+import csv
+import json
+import os
+import sys
+import traceback
+from itertools import islice
+from pathlib import Path
+
+from pipeline.contract import ONNX_FILES
+from pipeline.errors import DataError, JobError, PipelineError
+from serving.onnx_classifier import OnnxClassifier
+
+_CHUNK_BYTES = 1 << 18  # text held at a time when lines are read
+_CHUNK_TEXTS = 1024  # texts held at a time when records are read
+
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def main(argv=None):
+    """Runs one command.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code: 0 done, 2 usage or wrong path, 3 bad input data, 1 anything else.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+        return 0
+    except BrokenPipeError:  # the reader of our output has seen enough, e.g. `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (Exception, KeyboardInterrupt) as e:
+        if args.debug:
+            traceback.print_exc()
+        elif isinstance(e, PipelineError):
+            _print_error(e)
+        elif isinstance(e, KeyboardInterrupt):
+            _print_error("interrupted")
+        else:
+            _print_error(f"{type(e).__name__}: {e} (--debug shows where)")
+        return getattr(e, "exit_code", 1)
+
+
+def _predict(args):
+    classifier = _load(args)
+    # Bytes of arguments that are not UTF-8 come as lone surrogates; they are treated like those of stdin.
+    given = [_decode(os.fsencode(text)) for text in args.text]
+    _answer(classifier, [given] if given else _line_chunks(sys.stdin.buffer), sys.stdout.buffer)
+
+
+def _batch(args):
+    source, target = Path(args.input), Path(args.output).resolve()
+    if source.suffix not in (".csv", ".jsonl", ".txt"):
+        raise JobError(f"--input must end in .csv, .jsonl or .txt. Received: --input {source}")
+    if not source.is_file():
+        raise JobError(f"there is no file {source}. Give --input the path of a file.")
+    if not target.parent.is_dir() or (target.exists() and not target.is_file()):
+        raise JobError(f"cannot write a file {target}. Give --output a path in an existing directory.")
+    classifier = _load(args)
+    staged = target.with_name(f".staged-{target.name}-{os.getpid()}")
+    try:
+        with open(staged, "wb") as out:
+            _answer(classifier, _file_chunks(source, args.text_column), out)
+        os.replace(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _load(args):
+    return OnnxClassifier.load(args.model, precision=args.precision, threads=args.threads)
+
+
+def _answer(classifier, chunks, out):
+    """Writes one JSON line per text, and flushes after every chunk."""
+    for texts in chunks:
+        for text, prediction in zip(texts, classifier.predict(texts), strict=True):
+            line = _to_json({"text": text, "label": prediction.label, "probabilities": prediction.probabilities})
+            # A lone surrogate has no UTF-8 form; backslashreplace writes JSON's own escape for it.
+            out.write(line.encode("utf-8", "backslashreplace") + b"\n")
+        out.flush()
+
+
+def _line_chunks(stream):
+    """Yields lists of lines as they arrive: a slow pipe is answered line by line, a fast one in large chunks."""
+    rest = b""
+    while data := stream.read1(_CHUNK_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        if lines:
+            yield [_decode(line.removesuffix(b"\r")) for line in lines]
+    if rest:
+        yield [_decode(rest)]
+
+
+def _file_chunks(path, column):
+    """Yields lists of texts of a .txt, .csv or .jsonl file."""
+    if path.suffix == ".txt":
+        with open(path, "rb") as f:
+            yield from _line_chunks(f)
+    else:
+        read = {".csv": _csv_texts, ".jsonl": _jsonl_texts}[path.suffix]
+        with open(path, encoding="utf-8-sig", errors="replace", newline="") as f:
+            texts = read(f, path, column)
+            while chunk := list(islice(texts, _CHUNK_TEXTS)):
+                yield chunk
+
+
+def _csv_texts(f, path, column):
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
+    reader = csv.DictReader(f)
+    try:
+        if column not in (reader.fieldnames or []):
+            raise DataError(
+                f"{path} has no column {column!r}; it has {', '.join(reader.fieldnames or []) or 'none'}. "
+                "Name the right one with --text-column."
+            )
+        for row in reader:
+            if row[column] is None:
+                raise DataError(f"{path}, line {reader.line_num}: the row ends before {column!r}. Complete it.")
+            yield row[column]
+    except csv.Error as e:
+        raise DataError(f"{path}, line {reader.line_num}: {e}.") from e
+
+
+def _jsonl_texts(f, path, column):
+    for number, line in enumerate(f, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[column]
+        except (ValueError, TypeError, KeyError) as e:
+            raise DataError(
+                f"{path}, line {number}: must be a JSON object with the key {column!r}. Received: {line.strip()[:80]}"
+            ) from e
+        if not isinstance(text, str):
+            raise DataError(f"{path}, line {number}: {column!r} must be a string. Received: {column}={text!r:.80}")
+        yield text
+
+
+def _decode(data):
+    return data.decode("utf-8", "replace")
+
+
+def _print_error(message):
+    print("error:", " ".join(str(message).splitlines()), file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        _print_error(f"{message}. See {self.prog} --help.")
+        raise SystemExit(JobError.exit_code)
+
+
+def _parser():
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", required=True, metavar="DIR", help="a published version, e.g. models/reviews/1")
+    common.add_argument("--precision", default="float32", choices=list(ONNX_FILES), help="default: float32")
+    common.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    parser = _Parser(prog="python -m serving", description="Classify texts with a published version.")
+    commands = parser.add_subparsers(required=True, metavar="predict | batch")
+
+    def add(name, run, summary, example):
+        about = {
+            "help": summary,
+            "description": summary[0].upper() + summary[1:] + ".",
+            "epilog": f"example:\n{example}",
+        }
+        formatter = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, parents=[common], formatter_class=formatter, **about)
+        command.set_defaults(run=run)
+        return command
+
+    example = """\
+  python -m serving predict --model models/reviews/1 'A wonderful film.'
+  cat reviews.txt | python -m serving predict --model models/reviews/1"""
+    predict = add("predict", _predict, "print one line of JSON per text: text, label, probabilities", example)
+    predict.add_argument("text", nargs="*", metavar="TEXT", help="default: the lines of standard input")
+
+    example = "  python -m serving batch --model models/reviews/1 --input reviews.csv --output labels.jsonl"
+    batch = add("batch", _batch, "classify the texts of a file into a file of JSON lines, in the same order", example)
+    batch.add_argument("--input", required=True, metavar="F", help=".csv, .jsonl, or .txt with a text per line; UTF-8")
+    batch.add_argument("--output", required=True, metavar="F", help="appears when complete; replaces an existing file")
+    batch.add_argument("--text-column", default="text", metavar="NAME", help="of .csv or .jsonl; default: text")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+
+from pipeline import batches
+from pipeline.seeds import derive_seed
+
+REALISTIC = np.clip(np.random.Generator(np.random.PCG64(0)).lognormal(4.5, 0.8, 20_000).astype(int), 1, 256)
+
+
+def padded_share(plan, lengths):
+    return 1 - lengths.sum() / sum(len(rows) * lengths[rows].max() for rows in plan)
+
+
+@pytest.mark.parametrize("make", [lambda n, b: batches.epoch_plan(n, b, 3, 2), batches.sequential_plan])
+@pytest.mark.parametrize("lengths", [REALISTIC, np.array([300, 1, 0, 0, 7, 100, 101]), np.zeros(50, int), [5]])
+@pytest.mark.parametrize("batch_tokens", [100, 4096])
+def test_every_row_once_and_no_batch_over_the_budget(make, lengths, batch_tokens):
+    lengths = np.asarray(lengths)
+    plan = make(lengths, batch_tokens)
+    np.testing.assert_array_equal(np.sort(np.concatenate(plan)), np.arange(len(lengths)))
+    for rows in plan:
+        assert len(rows) == 1 or len(rows) * max(1, lengths[rows].max()) <= batch_tokens
+
+
+@pytest.mark.parametrize("plan", [batches.epoch_plan([], 8, 0, 0), batches.sequential_plan([], 8)])
+def test_no_rows_no_batches(plan):
+    assert plan == []
+
+
+def test_sequential_plan_by_hand():
+    # Sorted: 9 | 4 4 (8, a third would make 12) | 3 2 (6, a third 9) | 1 0
+    plan = batches.sequential_plan([1, 4, 9, 3, 4, 0, 2], 8)
+    assert [rows.tolist() for rows in plan] == [[2], [1, 4], [3, 6], [0, 5]]
+
+
+def test_a_zero_length_row_takes_one_position():
+    assert sorted(map(len, batches.sequential_plan([0] * 10, 4))) == [2, 4, 4]
+
+
+def test_epoch_plan_by_hand():
+    # Equal lengths, 3 of 10 tokens in a batch of 32: only the shuffle is left to chance.
+    plan = batches.epoch_plan([10] * 7, 32, seed=1, epoch=0)
+    assert sorted(map(len, plan)) == [1, 3, 3]
+
+
+def test_epoch_plan_is_a_pure_function_of_its_arguments():
+    np.random.seed(0)
+    first = batches.epoch_plan(REALISTIC, 4096, 17, 3)
+    np.random.seed(1)
+    second = batches.epoch_plan(REALISTIC.tolist(), 4096, 17, 3)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    for seed, epoch in ((18, 3), (17, 4)):
+        other = batches.epoch_plan(REALISTIC, 4096, seed, epoch)
+        assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=False))
+
+
+def test_epoch_plan_stays_what_it_was():
+    # A checkpoint holds (epoch, step) only: another plan for the same arguments would break its resume.
+    plan = batches.epoch_plan([3, 1, 4, 1, 5, 9, 2, 6], 12, seed=17, epoch=1)
+    assert [rows.tolist() for rows in plan] == [[5], [1, 3, 6, 0], [2, 4], [7]]
+
+
+@pytest.mark.parametrize("batch_tokens", [2048, 4096, 8192])
+def test_little_padding_and_no_order_by_length(batch_tokens):
+    plan = batches.epoch_plan(REALISTIC, batch_tokens, 17, 0)
+    assert padded_share(plan, REALISTIC) < 0.06
+    longest = np.array([REALISTIC[rows].max() for rows in plan])
+    assert abs(np.corrcoef(longest, np.arange(len(plan)))[0, 1]) < 0.2
+
+
+def test_pools_leave_no_small_batches_over():
+    plan = batches.epoch_plan(REALISTIC, 4096, 17, 0)
+    smallest = 4096 // 256
+    assert sum(len(rows) < smallest for rows in plan) <= 1
+
+
+def test_batch_mates_change_from_epoch_to_epoch():
+    def batch_of_row(epoch):
+        found = np.empty(len(REALISTIC), int)
+        for i, rows in enumerate(batches.epoch_plan(REALISTIC, 4096, 17, epoch)):
+            found[rows] = i
+        return found
+
+    first, second = batch_of_row(0), batch_of_row(1)
+    _, together = np.unique(np.stack([first, second]), axis=1, return_counts=True)
+    _, size = np.unique(first, return_counts=True)
+    assert (together * (together - 1)).sum() / (size * (size - 1)).sum() < 0.1
+
+
+def test_num_steps_counts_every_epochs_plan():
+    expected = sum(len(batches.epoch_plan(REALISTIC, 4096, 17, epoch)) for epoch in range(3))
+    assert batches.num_steps(REALISTIC, 4096, 17, 3) == expected
+
+
+def test_derive_seed_is_blake2b_of_seed_and_name():
+    # python3 -c "import hashlib; print(hashlib.blake2b(b'17/batches/1', digest_size=4).hexdigest())"
+    assert derive_seed(17, "batches/1") == 0x4035F662
+    assert derive_seed(17, "batches/1") != derive_seed(18, "batches/1") != derive_seed(17, "batches/2")

@@ -1,0 +1,335 @@
+import csv
+import json
+import re
+
+import numpy as np
+import pytest
+
+from pipeline import dataset, reading
+from pipeline.config import JobConfig
+from pipeline.errors import DataError, JobError
+from pipeline.splitting import content_keys, split_rows
+from pipeline.text import Tokenizer, pad, train_tokenizer
+
+WORDS = "the film was good bad and very long short actors plot music never again really boring great story".split()
+
+
+def make_texts(count, seed=0):
+    rng = np.random.Generator(np.random.PCG64(seed))
+    return [
+        f"{i} " + " ".join(WORDS[k] for k in rng.integers(0, len(WORDS), rng.integers(1, 20))) for i in range(count)
+    ]
+
+
+TEXTS = make_texts(300)
+LABELS = ["pos" if i % 3 else "neg" for i in range(300)]
+
+
+def write_csv(path, texts, labels):
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        csv.writer(f).writerows([("text", "label"), *zip(texts, labels, strict=True)])
+    return str(path)
+
+
+def make_job(tokenizer=None, max_length=16, **data):
+    return JobConfig.model_validate(
+        {"name": "t", "data": data, "tokenizer": tokenizer or {"vocab_size": 320}, "model": {"max_length": max_length}}
+    )
+
+
+def from_rows(texts, labels=None, **sources):
+    """Sources as `split_rows` takes them: train from texts, the others from lists of texts."""
+    everything = {"train": (texts, labels or ["a"] * len(texts))} | {n: (t, ["a"] * len(t)) for n, t in sources.items()}
+    return {n: reading.Rows(t, names, np.arange(len(t)), [(f"{n}.csv", 0)], 0) for n, (t, names) in everything.items()}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("prepared")
+    job = make_job(train=write_csv(directory / "train.csv", ["", *TEXTS], ["neg", *LABELS]))
+    return job, directory / "data", dataset.prepare(job, directory / "data")
+
+
+def test_prepare_writes_what_the_contract_names(prepared):
+    _, data_dir, report = prepared
+    assert sorted(p.relative_to(data_dir).as_posix() for p in data_dir.rglob("*") if p.is_file()) == sorted(
+        ["tokenizer.model", "labels.json", "report.json", "validation/texts.jsonl", "test/texts.jsonl"]
+        + [f"{s}/{a}.npy" for s in ("train", "validation", "test") for a in ("tokens", "offsets", "labels", "rows")]
+    )
+    assert dataset.load_labels(data_dir) == ["neg", "pos"]
+    assert dataset.load_report(data_dir) == report == json.loads((data_dir / "report.json").read_text())
+
+
+def test_every_row_is_in_one_split_with_its_own_tokens_and_label(prepared):
+    job, data_dir, _ = prepared
+    tokenizer = Tokenizer.load(data_dir / "tokenizer.model")
+    expected = tokenizer.encode(TEXTS, job.model.max_length)
+    seen = []
+    for name in ("train", "validation", "test"):
+        split = dataset.Split.load(data_dir, name)
+        assert (split.tokens.dtype, split.offsets.dtype, split.labels.dtype, split.rows.dtype) == (
+            np.int32,
+            np.int64,
+            np.int32,
+            np.int64,
+        )
+        assert len(split) == len(split.lengths) == len(split.rows)
+        for i, row in enumerate(split.rows - 1):  # the blank first row has number 0
+            np.testing.assert_array_equal(split.tokens[split.offsets[i] : split.offsets[i + 1]], expected[row])
+            assert ["neg", "pos"][split.labels[i]] == LABELS[row]
+        if name != "train":
+            assert dataset.load_texts(data_dir, name) == [TEXTS[row - 1] for row in split.rows]
+        seen += split.rows.tolist()
+    assert sorted(seen) == list(range(1, 301))
+
+
+def test_the_tokenizer_learns_from_the_training_split_only(prepared):
+    job, data_dir, report = prepared
+    train = [TEXTS[row - 1] for row in dataset.Split.load(data_dir, "train").rows]
+    assert Tokenizer.load(data_dir / "tokenizer.model").model == train_tokenizer(train, job.tokenizer.vocab_size)
+    assert report["vocab_size"] == 320
+
+
+def test_report_counts(prepared):
+    job, data_dir, report = prepared
+    assert report["sources"] == {"train": {"files": [job.data.train], "rows": 301, "blank": 1}}
+    assert sum(split["rows"] for split in report["splits"].values()) == 300
+    split = report["splits"]["test"]
+    rows = dataset.Split.load(data_dir, "test").rows - 1
+    lengths = np.array([len(r) for r in Tokenizer.load(data_dir / "tokenizer.model").encode([TEXTS[i] for i in rows])])
+    assert split["labels"] == {name: sum(LABELS[i] == name for i in rows) for name in ("neg", "pos")}
+    assert split["shares"]["neg"] == pytest.approx(split["labels"]["neg"] / split["rows"], abs=1e-6)
+    assert split["length"]["max"] == lengths.max() > 16  # before the cut
+    assert split["length"]["mean"] == pytest.approx(lengths.mean(), abs=0.01)
+    assert split["truncated_share"] == pytest.approx((lengths > 16).mean(), abs=1e-6)
+    assert np.mean(lengths <= split["length"]["p90"]) >= 0.9
+    assert split["tokens"] == np.minimum(lengths, 16).sum()
+    assert any("longer than model.max_length=16" in warning for warning in report["warnings"])
+
+
+def test_token_ids_are_the_padded_rows(prepared):
+    split = dataset.Split.load(prepared[1], "train")
+    for indices in ([5, 0, 7, 7], [3], np.arange(len(split))):
+        rows = [split.tokens[split.offsets[i] : split.offsets[i + 1]] for i in indices]
+        token_ids = split.token_ids(indices)
+        assert token_ids.dtype == np.int32
+        np.testing.assert_array_equal(token_ids, pad(rows))
+    assert split.token_ids([]).shape == (0, 1)
+
+
+def test_split_of_rows_without_tokens(tmp_path):
+    for name, array in {
+        "tokens": np.zeros(0, np.int32),
+        "offsets": np.zeros(3, np.int64),
+        "labels": np.zeros(2, np.int32),
+        "rows": np.arange(2),
+    }.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    np.testing.assert_array_equal(dataset.Split.load(tmp_path, ".").token_ids([0, 1]), [[0], [0]])
+
+
+def test_prepare_does_nothing_the_second_time(prepared, monkeypatch):
+    job, data_dir, report = prepared
+    monkeypatch.setattr(dataset, "read_table", None)
+    assert dataset.prepare(job, data_dir) == report
+
+
+def test_equal_inputs_give_equal_files(prepared, tmp_path):
+    job, data_dir, _ = prepared
+    dataset.prepare(job, tmp_path / "again")
+    for path in data_dir.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "again" / path.relative_to(data_dir)).read_bytes()
+
+
+def test_the_fingerprint_follows_content_and_settings_not_paths(tmp_path):
+    write_csv(tmp_path / "a.csv", TEXTS, LABELS)
+    (tmp_path / "b.csv").write_bytes((tmp_path / "a.csv").read_bytes())
+    first = dataset.data_fingerprint(make_job(train=f"{tmp_path}/a.csv"))
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    assert dataset.data_fingerprint(make_job(train=[f"{tmp_path}/b.csv"])) == first
+    others = [
+        make_job(train=f"{tmp_path}/a.csv", max_length=17),
+        make_job(train=f"{tmp_path}/a.csv", tokenizer={"vocab_size": 321}),
+        make_job(train=f"{tmp_path}/a.csv", test_fraction=0.2),
+        make_job(train=f"{tmp_path}/a.csv", label_column="other"),
+        make_job(train=f"{tmp_path}/a.csv", test=f"{tmp_path}/b.csv"),
+        make_job(train=[f"{tmp_path}/a.csv", f"{tmp_path}/b.csv"]),
+    ]
+    digests = {dataset.data_fingerprint(job) for job in others}
+    write_csv(tmp_path / "a.csv", TEXTS[:-1], LABELS[:-1])
+    digests.add(dataset.data_fingerprint(make_job(train=f"{tmp_path}/a.csv")))
+    assert len(digests | {first}) == len(others) + 2
+
+
+def test_changed_data_replaces_the_directory_and_a_failure_leaves_it(tmp_path):
+    job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, LABELS))
+    first = dataset.prepare(job, tmp_path / "data")
+    write_csv(tmp_path / "a.csv", TEXTS, ["neg"] * 300)
+    with pytest.raises(DataError):
+        dataset.prepare(job, tmp_path / "data")
+    assert dataset.load_report(tmp_path / "data") == first
+    write_csv(tmp_path / "a.csv", TEXTS[:250], LABELS[:250])
+    assert dataset.prepare(job, tmp_path / "data")["fingerprint"] != first["fingerprint"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.csv", "data"]
+
+
+def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
+    job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, LABELS))
+    train = dataset.train_tokenizer
+
+    def train_while_the_file_grows(*args):
+        write_csv(tmp_path / "a.csv", TEXTS * 2, LABELS * 2)
+        return train(*args)
+
+    monkeypatch.setattr(dataset, "train_tokenizer", train_while_the_file_grows)
+    with pytest.raises(DataError, match="changed while they were read. Run it again"):
+        dataset.prepare(job, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def test_content_keys_ignore_case_width_and_white_space_only():
+    keys = content_keys(["Good  Film", " good\tfilm\n", "ＧＯＯＤ film", "goodfilm", "STRASSE", "straße"])
+    assert keys.dtype == np.uint64
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+    assert keys[4] == keys[5]
+    # python3 -c "import hashlib; print(hashlib.blake2b(b'good film', digest_size=8).hexdigest())"
+    assert keys[0] == 0x01321B0036CC38EA
+
+
+def test_split_sizes_are_near_the_fractions():
+    splits, _ = split_rows(from_rows(make_texts(20_000)), 0.1, 0.2)
+    sizes = {name: len(split.texts) for name, split in splits.items()}
+    # Four standard deviations of a binomial count.
+    assert sizes["validation"] == pytest.approx(2000, abs=4 * (20_000 * 0.1 * 0.9) ** 0.5)
+    assert sizes["test"] == pytest.approx(4000, abs=4 * (20_000 * 0.2 * 0.8) ** 0.5)
+
+
+def test_a_row_never_moves():
+    def texts_of(texts, **sources):
+        splits, _ = split_rows(from_rows(texts, **sources), 0.1, 0.1)
+        return {name: set(split.texts) for name, split in splits.items()}
+
+    few, many = texts_of(TEXTS), texts_of(["new " + t for t in TEXTS] + TEXTS[::-1])
+    for name in few:
+        assert few[name] == many[name] & set(TEXTS)
+    own_test = texts_of(TEXTS, test=["something else"])
+    assert own_test["validation"] == few["validation"]
+    assert own_test["train"] == few["train"] | few["test"]
+
+
+def test_a_text_under_two_labels_stays_together():
+    splits, _ = split_rows(from_rows(TEXTS + TEXTS, ["a"] * 300 + ["b"] * 300), 0.3, 0.3)
+    for split in splits.values():
+        assert len(split.texts) == 2 * len(set(split.texts))
+
+
+def test_copies_across_splits_are_removed_from_the_training_side(tmp_path):
+    train = [*TEXTS, "In Test", "in both", "in both", "in validation"]
+    job = make_job(
+        train=write_csv(tmp_path / "train.csv", train, [*LABELS, "pos", "pos", "neg", "pos"]),
+        validation=write_csv(
+            tmp_path / "v.csv", ["in validation", "in  both", "own", "own2"], ["pos", "pos", "pos", "neg"]
+        ),
+        test=write_csv(tmp_path / "t.csv", ["in test", "in both", "mine", "mine"], ["pos", "pos", "neg", "neg"]),
+    )
+    report = dataset.prepare(job, tmp_path / "data")
+    assert report["duplicates"] == {
+        "removed": {"validation_in_test": 1, "train_in_test": 3, "train_in_validation": 1},
+        "within": {"train": 0, "validation": 0, "test": 1},
+        "train_texts_with_several_labels": 0,
+    }
+    assert {name: split["rows"] for name, split in report["splits"].items()} == {
+        "train": 300,
+        "validation": 3,
+        "test": 4,
+    }
+    assert dataset.load_texts(tmp_path / "data", "validation") == ["in validation", "own", "own2"]
+    assert dataset.Split.load(tmp_path / "data", "validation").rows.tolist() == [0, 2, 3]
+    assert "3 train rows were removed because their text is in the test split" in report["warnings"]
+
+
+def test_warnings_name_small_and_missing_classes_and_conflicts(tmp_path):
+    kept = split_rows(from_rows(TEXTS), 0.1, 0.1)[0]["train"].texts
+    job = make_job(train=write_csv(tmp_path / "a.csv", [*TEXTS, *kept[:3]], [*LABELS, "rare", "rare", "rare"]))
+    report = dataset.prepare(job, tmp_path / "data")
+    assert report["duplicates"]["train_texts_with_several_labels"] == 3
+    assert report["duplicates"]["within"]["train"] == 3
+    for warning in [
+        "classes with fewer than 10 training rows: 'rare'",
+        "classes without a validation row: 'rare'",
+        "classes without a test row: 'rare'",
+        "3 training texts occur under more than one label",
+    ]:
+        assert warning in report["warnings"]
+
+
+def test_a_tokenizer_of_the_users_own(tmp_path):
+    model = train_tokenizer(make_texts(200, seed=9), 300)
+    (tmp_path / "own.model").write_bytes(model)
+    train = write_csv(tmp_path / "a.csv", TEXTS, LABELS)
+    job = make_job(train=train, tokenizer={"model_file": f"{tmp_path}/own.model"})
+    report = dataset.prepare(job, tmp_path / "data")
+    assert (tmp_path / "data" / "tokenizer.model").read_bytes() == model
+    assert report["vocab_size"] == 300
+    with pytest.raises(JobError, match="cannot read the tokenizer .*absent.model"):
+        dataset.prepare(make_job(train=train, tokenizer={"model_file": f"{tmp_path}/absent.model"}), tmp_path / "data")
+
+
+def test_a_vocabulary_the_data_does_not_allow_is_a_job_error(tmp_path):
+    job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, LABELS), tokenizer={"vocab_size": 8000})
+    with pytest.raises(JobError, match=r"Set tokenizer.vocab_size to at most \d+"):
+        dataset.prepare(job, tmp_path / "data")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.csv"]
+
+
+def test_checks_name_what_is_wrong_and_what_to_do(tmp_path):
+    def file(name, texts, labels):
+        return write_csv(tmp_path / name, texts, labels)
+
+    in_test = split_rows(from_rows(TEXTS), 0.1, 0.1)[0]["test"].texts
+    kinds = [f"kind{i:02}" for i in range(12)]
+    lost = ["lost" if text in in_test[:4] else name for text, name in zip(TEXTS, LABELS, strict=True)]
+    train = file("train.csv", TEXTS, LABELS)
+    for data, message in [
+        (
+            {"train": file("one.csv", TEXTS, ["neg"] * 300)},
+            r"data.train has fewer than two classes.*data.label_column. Received: labels=\['neg'\]",
+        ),
+        (
+            {"train": train, "test": file("new.csv", ["x", "y"], ["pos", "Neg"])},
+            r"new.csv, row 2: label 'Neg' never occurs in data.train, which has 'neg', 'pos'. Correct the label",
+        ),
+        (
+            {"train": file("many.csv", kinds, kinds), "test": file("z.csv", ["z"], ["z"])},
+            r"which has 'kind00', .*, 'kind09' and 2 more\. ",
+        ),
+        (
+            {"train": file("lost.csv", TEXTS, lost)},
+            r"class 'lost' has no row left to train on: each of its 4 rows .*Give more rows of it, or remove the class",
+        ),
+        (
+            {"train": file("few.csv", TEXTS[:2], ["a", "b"]), "validation_fraction": 1e-9},
+            r"the validation split has no rows: of 2 rows in data.train none was chosen.*Give more rows",
+        ),
+        (
+            {"train": train, "validation": train, "test": file("x.csv", ["x"], ["pos"])},
+            r"the train split has no rows: of 300 rows in data.train .*copies of rows in another split",
+        ),
+    ]:
+        with pytest.raises(DataError, match=message) as e:
+            dataset.prepare(make_job(**data), tmp_path / "data")
+        assert "\n" not in str(e.value)
+    assert not (tmp_path / "data").exists()
+
+
+def test_readers_say_so_when_nothing_was_prepared(tmp_path):
+    for read in (dataset.load_labels, dataset.load_report):
+        with pytest.raises(
+            DataError, match=r"cannot read .*json: missing or damaged. Run `python -m pipeline prepare`"
+        ):
+            read(tmp_path)
+    with pytest.raises(DataError, match="test.texts.jsonl: No such file"):
+        dataset.load_texts(tmp_path, "test")
+    with pytest.raises(DataError, match="cannot read .*train: No such file"):
+        dataset.Split.load(tmp_path, "train")
