@@ -9,16 +9,17 @@ import typer
 
 from pipeline.config import load_job
 from pipeline.console import Console
-from pipeline.errors import Interrupted, PipelineError
+from pipeline.errors import Interrupted, JobError, PipelineError
 from pipeline.job import Job
 
 app = typer.Typer(
     help="Train a text classifier from a job file and publish it for TensorFlow Serving and ONNX Runtime.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB.toml", help="The job file.")]
 Overrides = Annotated[
@@ -67,37 +68,60 @@ def publish(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A
 def _execute(stage, path, overrides, debug, fresh=False):
     """Runs one stage and ends the process with the exit code of what happened."""
     console = Console()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _on_signal)
+    interruptions = []
+
+    def on_signal(number, frame):
+        _ignore_signals()
+        name = signal.Signals(number).name
+        interruptions.append(
+            Interrupted(f"stopped by {name}; what was finished is kept. Run the same command again to go on.")
+        )
+        raise interruptions[0]
+
+    for number in _SIGNALS:
+        signal.signal(number, on_signal)
     try:
         job = Job(load_job(path, overrides), console, fresh)
         with job.at_work():
             stage(job)
     except Exception as e:
+        _ignore_signals()
         if debug:
             traceback.print_exc()
-        sys.exit(_report(e, console))
+        # What a signal raised may have been caught on its way, and reported as an error of another kind.
+        sys.exit(_report(interruptions[0] if interruptions else e, console))
+    _ignore_signals()
 
 
-def _on_signal(number, frame):
+def _ignore_signals():
     # Once is enough: a second signal must not disturb what cleans up after the first.
-    for other in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(other, signal.SIG_IGN)
-    raise Interrupted(
-        f"stopped by {signal.Signals(number).name}; what was finished is kept. Run the same command again to go on."
-    )
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _report(error, console):
     if isinstance(error, PipelineError):
         console.error(str(error))
         return error.exit_code
-    if isinstance(error, OSError) and error.filename:
-        console.error(f"{error.filename}: {error.strerror}. Check the path, its permissions and the room on the disk.")
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        console.error(f"{place}{error.strerror}. Check the path, its permissions and the room on the disk.")
         return 1
     console.error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
     return 1
 
 
+def main():
+    """Runs the command line; wrong usage is one plain line like every other error."""
+    try:
+        app(standalone_mode=False)
+    except Exception as e:
+        if not hasattr(e, "format_message"):  # typer does not export the base of its usage errors
+            raise
+        command = e.ctx.command_path if e.ctx else "python -m pipeline"
+        Console().error(f"{e.format_message().rstrip('.')}. See {command} --help.")
+        sys.exit(JobError.exit_code)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -34,6 +34,11 @@ class DataConfig(_Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self):
+        if self.text_column == self.label_column:
+            raise ValueError(
+                "data.text_column and data.label_column must be two columns. "
+                f"Received: text_column={self.text_column!r}, label_column={self.label_column!r}"
+            )
         if not self.train:
             raise ValueError("data.train must name at least one file. Received: train=" + repr(self.train))
         for split in ("validation", "test"):

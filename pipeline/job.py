@@ -55,6 +55,7 @@ class Job:
             self.export()
             self.publish()
         else:
+            shutil.rmtree(self.run_dir / CANDIDATE, ignore_errors=True)  # a kill may have come before it went
             self.console.note("nothing to do: this job is done and its version is published")
         self._summary()
 
@@ -108,14 +109,16 @@ class Job:
         manifest = self._candidate()
         if manifest is None:
             raise ArtifactError(
-                f"{self.run_dir / CANDIDATE} holds no candidate of this job with the next version number. "
+                f"{self.run_dir / CANDIDATE} holds no whole candidate of this job with the next version number. "
                 "Run `python -m pipeline export` first."
             )
         self._ask_gate(report)  # the live version may be another one by now
-        target = publish(self.run_dir / CANDIDATE, self.config.model_dir, self.config.publish.keep_versions)
+        target = self.config.model_dir / str(manifest.version)
+        # Before the rename, and believed only once that version is there: a kill in between publishes nothing twice.
         write_json(
             self.run_dir / PUBLISHED, {"export_key": self.export_key, "version": manifest.version, "path": str(target)}
         )
+        publish(self.run_dir / CANDIDATE, self.config.model_dir, self.config.publish.keep_versions)
         shutil.rmtree(self.run_dir / CANDIDATE)
         self.console.note(f"published {target}")
 
@@ -144,6 +147,8 @@ class Job:
             changed = differences(_identity(stored), _identity(self.config.resolved()))
             report = read_json(self.data_dir / dataset.REPORT)
             new_data = not changed and report is not None and report["fingerprint"] != self.data_key
+            if report is None and not (self.run_dir / "checkpoints").exists():
+                changed = []  # nothing was made yet: a job that was refused may be corrected
             if changed and not self.fresh and not self._was_trained():
                 raise JobError(
                     f"{self.run_dir} holds an unfinished run of another job: {'; '.join(changed)}. "
@@ -153,8 +158,10 @@ class Job:
                 self._set_aside("new data" if new_data else "a changed job" if changed else "--fresh")
         self.fresh = False
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        remove_staged(self.run_dir)
-        write_json(self.run_dir / JOB, self.config.resolved())
+        for directory in (self.run_dir, (self.run_dir / EVALUATION).parent):
+            remove_staged(directory)
+        if read_json(self.run_dir / JOB) != self.config.resolved():
+            write_json(self.run_dir / JOB, self.config.resolved())
 
     def _set_aside(self, reason):
         aside = self.run_dir.with_name(f"{self.run_dir.name}.previous")
@@ -181,9 +188,10 @@ class Job:
         return self._require(self.run_dir / EVALUATION, "train_key", self.train_key, "evaluate")
 
     def _candidate(self):
-        """The manifest of a finished candidate of this job that can still be published, else None."""
+        """The manifest of a whole candidate of this job that can still be published, else None."""
         try:
             manifest = Manifest.read(self.run_dir / CANDIDATE)
+            manifest.check_files(self.run_dir / CANDIDATE)
         except ArtifactError:
             return None
         current = manifest.export_key == self.export_key and manifest.version == next_version(self.config.model_dir)

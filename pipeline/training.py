@@ -249,6 +249,11 @@ class _Trainer:
         remove_staged(self.run_dir / BEST)
         if found is None:
             return
+        if found.key != self.key:
+            raise TrainingError(
+                f"{self.run_dir / CHECKPOINTS} holds the training of another job or of other data. Undo the change to "
+                "go on with it, or start over with `python -m pipeline run --fresh` (the old run is kept aside)."
+            )
         for name, variable in self._variables().items():
             variable.assign(found.arrays[name])
         self.progress = found.progress
