@@ -48,13 +48,17 @@ def convert(model, opset, metadata):
                 input_names=inputs,
                 output_names=list(outputs),
                 tensors_to_rename={inputs[0]: TOKEN_IDS, **outputs},
-                continue_on_error=False,  # by default it logs what it cannot convert and writes a broken file
+                continue_on_error=False,
             )
         except ValueError as e:
             raise VerificationError(f"the model cannot be converted to ONNX: {e}") from e
         # Not tf2onnx.convert.from_function: it takes no choice of passes.
         converted = tf2onnx.optimizer.optimize_graph(converted, catch_errors=False, optimizers=passes)
         proto = converted.make_model("encoder_classifier")
+    # What it has no rule for it only logs, and leaves in the graph as it was.
+    foreign = sorted({node.op_type for node in proto.graph.node if not onnx.defs.has(node.op_type, node.domain)})
+    if foreign:
+        raise VerificationError(f"the model cannot be converted to ONNX: it has no operator for {', '.join(foreign)}")
     proto = onnx.version_converter.convert_version(proto, opset)
     return _finish(proto, opset, metadata)
 

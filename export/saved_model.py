@@ -32,9 +32,22 @@ class _Servable(tf.Module):
         super().__init__()
         self.variables_of_model = [v.value for v in model.variables]
         self.classify = classify_function(model)
-        self.signatures_to_save = {TOKEN_IDS_SIGNATURE: self.classify, SERVING_SIGNATURE: self.classify}
+        self.classify_ids = self._checked(model.embedding.input_dim)
+        self.signatures_to_save = {TOKEN_IDS_SIGNATURE: self.classify_ids, SERVING_SIGNATURE: self.classify_ids}
         if tokenizer_model is not None:
             self._add_text(labels, tokenizer_model, max_length)
+
+    def _checked(self, vocab_size):
+        # Without it a negative id counts from the end of the table, and a GPU reads zeros beyond the end.
+        message = f"token_ids must be >= 0 and < {vocab_size}, the vocabulary"
+
+        @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)])
+        def classify_ids(token_ids):
+            tf.debugging.assert_non_negative(token_ids, message)
+            tf.debugging.assert_less(token_ids, vocab_size, message)
+            return self.classify(token_ids)
+
+        return classify_ids
 
     def _add_text(self, labels, tokenizer_model, max_length):
         import tensorflow_text  # registers operations; a model without text must not need them

@@ -1,127 +1,22 @@
 """Command line: `python -m pipeline run|prepare|train|evaluate|export|publish JOB.toml [--set section.key=value]`."""
 
+import os
 import signal
 import sys
-import traceback
-from typing import Annotated
 
-import typer
-
-from pipeline.config import load_job
-from pipeline.console import Console
-from pipeline.errors import Interrupted, JobError, PipelineError
-from pipeline.job import Job
-
-app = typer.Typer(
-    help="Train a text classifier from a job file and publish it for TensorFlow Serving and ONNX Runtime.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-JobFile = Annotated[str, typer.Argument(metavar="JOB.toml", help="The job file.")]
-Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="section.key=value", help="Overrides a key of the job file; repeatable.")
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is kept aside.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+from pipeline.errors import Interrupted
 
 
-@app.command()
-def run(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
-    """Does all that is left: prepare, train, evaluate, export, publish. Run it again to go on."""
-    _execute(Job.run, job, set, debug, fresh)
-
-
-@app.command()
-def prepare(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
-    """Reads, checks and splits the data, trains the tokenizer, writes token arrays."""
-    _execute(Job.prepare, job, set, debug, fresh)
-
-
-@app.command()
-def train(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
-    """Trains, or goes on from the newest good checkpoint."""
-    _execute(Job.train, job, set, debug)
-
-
-@app.command()
-def evaluate(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
-    """Measures the best weights on the test rows and asks the gate."""
-    _execute(Job.evaluate, job, set, debug)
-
-
-@app.command()
-def export(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
-    """Builds the candidate version and verifies every artifact in a fresh process."""
-    _execute(Job.export, job, set, debug)
-
-
-@app.command()
-def publish(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
-    """Renames the candidate into its place under base_path/name."""
-    _execute(Job.publish, job, set, debug)
-
-
-def _execute(stage, path, overrides, debug, fresh=False):
-    """Runs one stage and ends the process with the exit code of what happened."""
-    console = Console()
-    interruptions = []
-
-    def on_signal(number, frame):
-        _ignore_signals()
-        name = signal.Signals(number).name
-        interruptions.append(
-            Interrupted(f"stopped by {name}; what was finished is kept. Run the same command again to go on.")
-        )
-        raise interruptions[0]
-
-    for number in _SIGNALS:
-        signal.signal(number, on_signal)
-    try:
-        job = Job(load_job(path, overrides), console, fresh)
-        with job.at_work():
-            stage(job)
-    except Exception as e:
-        _ignore_signals()
-        if debug:
-            traceback.print_exc()
-        # What a signal raised may have been caught on its way, and reported as an error of another kind.
-        sys.exit(_report(interruptions[0] if interruptions else e, console))
-    _ignore_signals()
-
-
-def _ignore_signals():
-    # Once is enough: a second signal must not disturb what cleans up after the first.
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _report(error, console):
-    if isinstance(error, PipelineError):
-        console.error(str(error))
-        return error.exit_code
-    if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename else ""
-        console.error(f"{place}{error.strerror}. Check the path, its permissions and the room on the disk.")
-        return 1
-    console.error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
-    return 1
-
-
-def main():
-    """Runs the command line; wrong usage is one plain line like every other error."""
-    try:
-        app(standalone_mode=False)
-    except Exception as e:
-        if not hasattr(e, "format_message"):  # typer does not export the base of its usage errors
-            raise
-        command = e.ctx.command_path if e.ctx else "python -m pipeline"
-        Console().error(f"{e.format_message().rstrip('.')}. See {command} --help.")
-        sys.exit(JobError.exit_code)
+def _on_early_signal(number, frame):
+    # Importing the commands takes a moment, in which there is nothing to save or clean up.
+    name = signal.Signals(number).name
+    os.write(2, f"error: stopped by {name} before anything was done. Run the same command again.\n".encode())
+    os._exit(Interrupted.exit_code)
 
 
 if __name__ == "__main__":
-    main()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _on_early_signal)
+    from pipeline.commands import main
+
+    sys.exit(main())

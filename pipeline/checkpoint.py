@@ -15,7 +15,11 @@ import numpy as np
 
 from pipeline.contract import sha256_file
 from pipeline.errors import CheckpointError
-from pipeline.files import remove_staged, staged_directory
+from pipeline.files import staged_directory
+
+# Folders of the run directory, both of checkpoints.
+CHECKPOINTS = "checkpoints"
+BEST = "best"
 
 STATE = "state.npz"
 PROGRESS = "progress.json"
@@ -65,14 +69,17 @@ def save(directory, arrays, progress, key):
         directory: the folder of all checkpoints.
         arrays: name -> array, the whole state.
         progress: the counters.
-        key: fingerprint of what this run trains on and how; `restore` takes no other.
+        key: fingerprint of what this run trains on and how; training goes on from no other.
 
     Raises:
         CheckpointError: a value is not finite, or the disk refuses; nothing half-written stays.
     """
     for name, array in arrays.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise CheckpointError(f"step {progress.step}: {name} holds a value that is not finite; nothing was saved.")
+            raise CheckpointError(
+                f"step {progress.step}: {name} holds a value that is not finite; nothing was saved. "
+                "Lower training.learning_rate, or use another training.precision."
+            )
     target = Path(directory) / f"step-{progress.step:08d}"
     try:
         with staged_directory(target) as staged:
@@ -123,20 +130,49 @@ def best_step(directory, step):
         return None
 
 
-def restore(directory, warn):
-    """Returns the newest good checkpoint under `directory`, or None when there is none.
+def newest_first(directory, warn):
+    """Yields the good checkpoints under `directory`, the newest first.
 
     Args:
         directory: the folder of all checkpoints.
-        warn: called with one line for every damaged checkpoint that was passed over.
+        warn: called with one line for every damaged checkpoint that is passed over.
     """
-    remove_staged(directory)
     for step in reversed(steps(directory)):
         try:
-            return read(directory, step)
+            found = read(directory, step)
         except CheckpointError as e:
             warn(f"{e}; using the one before it.")
-    return None
+        else:
+            yield found
+
+
+def resume_point(run_dir, warn):
+    """Returns the newest good checkpoint of a run, and the best weights it names.
+
+    One whose best weights are damaged does not count: going on from an earlier one makes them again.
+
+    Args:
+        run_dir: the run directory.
+        warn: called with one line for everything damaged.
+
+    Returns:
+        A pair of `Checkpoint` or None: the second is None before the first validation, both are where none is good.
+    """
+    run_dir = Path(run_dir)
+    for found in newest_first(run_dir / CHECKPOINTS, warn):
+        if found.progress.best_step < 0:
+            return found, None
+        try:
+            return found, read(run_dir / BEST, found.progress.best_step)
+        except CheckpointError as e:
+            warn(f"{e}; going back to a checkpoint that does not need it.")
+    return None, None
+
+
+def finished_best(run_dir, key):
+    """Returns the best weights of the finished training of `key` as a `Checkpoint`, or None when there are none."""
+    last, best = resume_point(run_dir, warn=lambda line: None)
+    return best if last is not None and last.key == key and last.progress.finished else None
 
 
 def prune(directory, keep):

@@ -123,6 +123,9 @@ class EncoderClassifier(keras.Model):
     def compute_output_shape(self, token_ids_shape):
         return (token_ids_shape[0], self._config["num_classes"])
 
+    def compute_output_spec(self, token_ids, training=None):
+        return keras.KerasTensor(self.compute_output_shape(token_ids.shape), "float32")
+
     def get_config(self):
         return {**super().get_config(), **self._config}
 
@@ -138,6 +141,8 @@ def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="fl
         dtype: Keras dtype policy.
     """
     sizes = model_config.model_dump(exclude={"pooling", "position"})
-    model = EncoderClassifier(vocab_size, num_classes, **sizes, seed=derive_seed(seed, "model"), dtype=dtype)
+    # A fixed name: Keras would count the models that the process has built.
+    name, seed = "encoder_classifier", derive_seed(seed, "model")
+    model = EncoderClassifier(vocab_size, num_classes, **sizes, seed=seed, dtype=dtype, name=name)
     model.build()
     return model

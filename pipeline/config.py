@@ -68,7 +68,7 @@ class ModelConfig(_Section):
     num_layers: Positive = 4
     dropout: Fraction = 0.1
     head_dropout: Fraction = 0.2
-    max_length: Positive = 256  # tokens; longer texts are cut at the end
+    max_length: Annotated[int, Field(ge=2)] = 256  # tokens; longer texts are cut at the end
     pooling: Literal["mean"] = "mean"
     position: Literal["sinusoidal"] = "sinusoidal"
 
@@ -94,7 +94,7 @@ class TrainingConfig(_Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 1e-2
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
-    checkpoint_every_s: Annotated[float, Field(gt=0.0)] = 300
+    checkpoint_every_s: Annotated[float, Field(gt=0.0)] = 300.0
     checkpoint_every_steps: Count = 0  # 0: by time and at each epoch's end only
     keep_checkpoints: Positive = 3
     patience: Count = 3  # evaluations without improvement; 0 = off
@@ -183,7 +183,8 @@ def load_job(path, overrides=()):
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
-        raise JobError(f"cannot read job file {path}: {getattr(e, 'strerror', None) or e}. Give the path of a TOML job file.") from e
+        reason = getattr(e, "strerror", None) or e
+        raise JobError(f"cannot read job file {path}: {reason}. Give the path of a TOML job file.") from e
     except tomllib.TOMLDecodeError as e:
         raise JobError(f"job file {path} is not valid TOML: {e}.") from e
     for override in overrides:
@@ -244,11 +245,11 @@ def _is_text(keys):
 
 def _describe(error):
     """One plain line for one pydantic error: the key, what it must be, what was received."""
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {'.'.join(error['loc'])!r}.{_nearest(error['loc'])}"
     # Names of keys only: pydantic adds list indices and the members of a union.
     keys = [k for k in error["loc"] if isinstance(k, str) and k.isidentifier() and k != "str"]
     key = ".".join(keys)
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}.{_nearest(keys)}"
     if error["type"] == "missing":
         return f"key {key!r} is missing. Add it; the README lists every key with its meaning."
     if error["type"] == "value_error":

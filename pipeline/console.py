@@ -10,7 +10,7 @@ class Console:
     """Notes, warnings and training progress on stderr; results go to stdout."""
 
     def __init__(self):
-        self._rich = RichConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._rich = RichConsole(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def note(self, line):
         """Shows one line."""

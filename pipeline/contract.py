@@ -118,9 +118,13 @@ class Manifest:
         for relative in self.files if only is None else only:
             path = Path(version_dir) / relative
             if relative not in self.files:
-                raise ArtifactError(f"{version_dir} has no {relative}: it was not exported. See warnings in {MANIFEST}.")
+                raise ArtifactError(
+                    f"{version_dir} has no {relative}: it was not exported. See warnings in {MANIFEST}."
+                )
             if not path.is_file():
-                raise ArtifactError(f"{path} is missing, but {MANIFEST} lists it. Copy the whole version directory again.")
+                raise ArtifactError(
+                    f"{path} is missing, but {MANIFEST} lists it. Copy the whole version directory again."
+                )
             expected = self.files[relative]
             if path.stat().st_size != expected["size"] or sha256_file(path) != expected["sha256"]:
                 raise ArtifactError(
@@ -154,7 +158,7 @@ def next_version(model_dir):
 
 
 def _is_number(name):
-    return name.isascii() and name.isdigit()
+    return name.isascii() and name.isdigit() and int(name) < 2**63  # what TensorFlow Serving reads as a version
 
 
 def _reason(error):

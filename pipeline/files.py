@@ -32,7 +32,7 @@ def _fsync(path):
 def staged_directory(target):
     """Yields a new empty directory that becomes `target` in one rename when the block succeeds.
 
-    An existing `target` is replaced. When the block fails, nothing of the staged one stays.
+    An existing `target` is replaced. When the block fails, it stays as it was and nothing of the staged one does.
     The staged name starts with a dot, so no reader takes it for a finished one.
     """
     target = Path(target)
@@ -49,6 +49,8 @@ def staged_directory(target):
         os.rename(staged, target)
         _fsync(target.parent)
     finally:
+        if replaced.exists() and not target.exists():  # stopped between the two renames
+            os.rename(replaced, target)
         shutil.rmtree(staged, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -107,7 +109,9 @@ def locked(path, what):
         except BlockingIOError as e:
             f.seek(0)
             holder = f.read().strip() or "unknown"
-            raise LockHeld(f"another process (pid {holder}) is working on {what} (lock {path}). Wait for it to end.") from e
+            raise LockHeld(
+                f"another process (pid {holder}) is working on {what} (lock {path}). Wait for it to end."
+            ) from e
         f.truncate(0)
         f.write(str(os.getpid()))
         f.flush()

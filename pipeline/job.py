@@ -7,7 +7,7 @@ TensorFlow only when there is work for it, so a job that is all done, or wrong, 
 import functools
 import shutil
 
-from pipeline import dataset
+from pipeline import checkpoint, dataset
 from pipeline.config import differences, fingerprint
 from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest, next_version
 from pipeline.errors import ArtifactError, JobError, PipelineError
@@ -17,9 +17,6 @@ JOB = "job.json"
 EVALUATION = "evaluation/report.json"
 CANDIDATE = "candidate"
 PUBLISHED = "published.json"
-
-# Keys of [training] that change when something is saved or shown, not what is trained.
-_WITHOUT_EFFECT = {"checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps"}
 
 
 class Job:
@@ -71,18 +68,23 @@ class Job:
     def train(self):
         """Trains, or goes on training, until the best weights are there."""
         self._require(self.data_dir / dataset.REPORT, "fingerprint", self.data_key, "prepare")
+        if checkpoint.finished_best(self.run_dir, self.train_key) is not None:
+            return
         self._start_tensorflow()
-        from pipeline import training
+        from pipeline.training import train
 
-        if not training.is_finished(self.run_dir, self.train_key):
-            training.train(self.config, self.run_dir, self.train_key, self.console)
+        train(self.config, self.run_dir, self.train_key, self.console)
 
     def evaluate(self):
         """Measures the best weights on the test split and asks the gate. Raises GateRefused."""
         report = self._evaluation_report()
         if report is None:
             report = self._measure()
-        self._ask_gate(report)
+        gate, test = self._ask_gate(report), report["test"]
+        self.console.note(
+            f"test: accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}, "
+            f"calibration error {test['calibration_error']:.4f}; {_describe_gate(gate)}"
+        )
 
     def export(self):
         """Builds and verifies the candidate version."""
@@ -147,7 +149,7 @@ class Job:
             changed = differences(_identity(stored), _identity(self.config.resolved()))
             report = read_json(self.data_dir / dataset.REPORT)
             new_data = not changed and report is not None and report["fingerprint"] != self.data_key
-            if report is None and not (self.run_dir / "checkpoints").exists():
+            if report is None and not (self.run_dir / checkpoint.CHECKPOINTS).exists():
                 changed = []  # nothing was made yet: a job that was refused may be corrected
             if changed and not self.fresh and not self._was_trained():
                 raise JobError(
@@ -243,12 +245,8 @@ class Job:
             self.config.evaluation, report["test"], self.config.model_dir, texts, gold, report["labels"]
         )
         write_json(self.run_dir / EVALUATION, {**report, "gate": gate})
-        test = report["test"]
-        self.console.note(
-            f"test: accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}, "
-            f"calibration error {test['calibration_error']:.4f}; {_describe_gate(gate)}"
-        )
         require_passed(gate, self.run_dir / EVALUATION)
+        return gate
 
     def _summary(self):
         report = read_json(self.run_dir / EVALUATION)
@@ -271,16 +269,15 @@ class Job:
 
 def _identity(resolved):
     """The part of a resolved job that shapes the trained weights; paths of data files aside, their content counts."""
-    data = {k: v for k, v in resolved["data"].items() if k not in ("train", "validation", "test")}
-    training = {k: v for k, v in resolved["training"].items() if k not in _WITHOUT_EFFECT}
-    return {
-        "seed": resolved["seed"],
-        "data": data,
-        "tokenizer": resolved["tokenizer"],
-        "model": resolved["model"],
-        "training": training,
-        "evaluation": {"metric": resolved["evaluation"]["metric"]},  # chooses the best weights
+    without_effect = {
+        "data": {"train", "validation", "test"},
+        "training": {"checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps"},
+        "evaluation": {"min_value", "max_regression"},  # its metric chooses the best weights
     }
+    shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}
+    for section, keys in without_effect.items():
+        shaping[section] = {k: v for k, v in (shaping[section] or {}).items() if k not in keys}
+    return shaping
 
 
 def _artifacts(manifest):

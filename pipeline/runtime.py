@@ -14,12 +14,15 @@ def start_tensorflow():
     """
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # The process that verifies the artifacts needs GPU memory beside the one that trained.
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     with _stderr_held_back():
         import tensorflow as tf
 
         tf.config.list_physical_devices()  # the GPU driver is looked for now, and its absence logged
     tf.get_logger().setLevel("ERROR")
     tf.config.experimental.enable_op_determinism()
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # float32 is float32 on a GPU too
 
 
 @contextlib.contextmanager
@@ -30,7 +33,7 @@ def _stderr_held_back():
         os.dup2(held.fileno(), 2)
         try:
             yield
-        except BaseException:
+        except ImportError:
             held.seek(0)
             os.write(saved, held.read())
             raise

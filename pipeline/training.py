@@ -11,15 +11,12 @@ import numpy as np
 
 from pipeline import checkpoint, dataset, evaluation
 from pipeline.batches import epoch_plan, num_steps, sequential_plan
-from pipeline.checkpoint import Progress
+from pipeline.checkpoint import BEST, CHECKPOINTS, Progress
 from pipeline.classifier import build_classifier
-from pipeline.errors import Interrupted, TrainingError
+from pipeline.errors import Interrupted, JobError, TrainingError
 from pipeline.files import remove_staged
 from pipeline.optimization import build_optimizer, compile_predict, compile_train_step, learning_rate
 from pipeline.record import Record
-
-CHECKPOINTS = "checkpoints"
-BEST = "best"
 
 
 def train(job, run_dir, key, console):
@@ -33,8 +30,9 @@ def train(job, run_dir, key, console):
 
     Raises:
         Interrupted: SIGTERM or SIGINT arrived; the state is saved.
-        TrainingError: the loss is not finite.
+        TrainingError: the loss, a gradient or a validation logit is not finite.
         CheckpointError: a checkpoint cannot be written.
+        JobError: the checkpoints in `run_dir` are of another `key`.
     """
     trainer = _Trainer(job, Path(run_dir), key, console)
     with _stop_signals() as stop:
@@ -48,33 +46,21 @@ def train(job, run_dir, key, console):
             ) from None
 
 
-def is_finished(run_dir, key):
-    """True when the training of `key` is done and its best weights are there."""
-    return _best_weights(run_dir, key) is not None
-
-
 def load_best(job, run_dir, key):
     """Returns the finished training's model with its best weights, in float32.
 
     Raises:
         TrainingError: training of this job has not finished.
     """
-    weights = _best_weights(run_dir, key)
-    if weights is None:
+    best = checkpoint.finished_best(run_dir, key)
+    if best is None:
         raise TrainingError(f"{run_dir} holds no finished training of this job. Run `python -m pipeline train` first.")
     data_dir = Path(run_dir) / "data"
     vocab_size = dataset.load_report(data_dir)["vocab_size"]
-    model = build_classifier(job.model, vocab_size, len(dataset.load_labels(data_dir)))
-    for variable, array in zip(model.weights, weights, strict=True):
+    model = build_classifier(job.model, vocab_size, len(dataset.load_labels(data_dir)), seed=job.seed)
+    for variable, array in zip(model.weights, best.arrays.values(), strict=True):
         variable.assign(array)
     return model
-
-
-def _best_weights(run_dir, key):
-    last = checkpoint.restore(Path(run_dir) / CHECKPOINTS, warn=lambda line: None)
-    if last is None or last.key != key or not last.progress.finished:
-        return None
-    return list(checkpoint.read(Path(run_dir) / BEST, last.progress.best_step).arrays.values())
 
 
 class _Stop:
@@ -164,7 +150,7 @@ class _Trainer:
                     "epoch": epoch,
                     "loss": loss,
                     "learning_rate": rate,
-                    "gradient_norm": gradient_norm,
+                    "gradient_norm": gradient_norm if math.isfinite(gradient_norm) else None,  # JSON knows no infinity
                     "padded_share": 1.0 - real_tokens / token_ids.size,
                     "real_tokens_per_s": self.tokens_since_log / max(time.monotonic() - self.logged_at, 1e-9),
                 }
@@ -202,6 +188,12 @@ class _Trainer:
     def _validate(self, stop):
         plan = sequential_plan(self.validation_split.lengths, self.job.training.batch_tokens)
         logits = evaluation.predict_logits(self.predict, self.validation_split, plan, stop.check)
+        if not np.isfinite(logits).all():
+            raise TrainingError(
+                f"the model's answers on data.validation are not finite after step {self.progress.step}: its last "
+                "updates were too large. Nothing of this epoch's end was saved; lower training.learning_rate or "
+                "training.clip_norm, or use another training.precision."
+            )
         figures = evaluation.metrics(evaluation.softmax(logits), self.validation_split.labels, self.labels)
         return {name: figures[name] for name in ("loss", "accuracy", "macro_f1", "calibration_error")}
 
@@ -245,12 +237,13 @@ class _Trainer:
         self.saved_at = time.monotonic()
 
     def _restore(self):
-        found = checkpoint.restore(self.run_dir / CHECKPOINTS, warn=self.console.warn)
-        remove_staged(self.run_dir / BEST)
+        for directory in (CHECKPOINTS, BEST):
+            remove_staged(self.run_dir / directory)
+        found, _ = checkpoint.resume_point(self.run_dir, self.console.warn)
         if found is None:
             return
         if found.key != self.key:
-            raise TrainingError(
+            raise JobError(
                 f"{self.run_dir / CHECKPOINTS} holds the training of another job or of other data. Undo the change to "
                 "go on with it, or start over with `python -m pipeline run --fresh` (the old run is kept aside)."
             )

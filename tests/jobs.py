@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ TIMEOUT_S = 300
 
 LABELS = ["bad", "good"]
 MAX_LENGTH = 16
-VOCAB_SIZE = 380
+VOCAB_SIZE = 340
 
 _WORDS = {
     "bad": ["awful", "boring", "dreadful", "weak", "terrible", "dull"],
@@ -215,6 +216,14 @@ def run_pipeline(*arguments, python=(), cwd=ROOT, timeout_s=TIMEOUT_S):
     return finish(start_pipeline(*arguments, python=python, cwd=cwd), timeout_s)
 
 
+def run_script(path, *arguments, timeout_s=TIMEOUT_S):
+    """Runs a Python file with the repository on its path and returns `Done`."""
+    started = time.monotonic()
+    command = [sys.executable, str(path), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=timeout_s)
+    return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
+
+
 def run_python(script, *arguments, timeout_s=TIMEOUT_S):
     """Runs a script in a fresh Python with the repository on its path; returns what it printed, as JSON."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
@@ -271,8 +280,57 @@ def contents(directory):
 
 def training_result(run_dir):
     """Returns (best weights: {name: array}, metrics rows without the speed): all that a resume must reproduce."""
-    (best,) = (Path(run_dir) / "best").iterdir()
-    with np.load(best / "state.npz") as state:
+    newest = max((Path(run_dir) / "checkpoints").iterdir())
+    progress = json.loads((newest / "progress.json").read_text(encoding="utf-8"))
+    assert progress["finished"]
+    with np.load(Path(run_dir) / "best" / f"step-{progress['best_step']:08d}" / "state.npz") as state:
         weights = {name: state[name] for name in state.files}
     rows = [{k: v for k, v in row.items() if k != "real_tokens_per_s"} for row in metrics_rows(run_dir)]
     return weights, rows
+
+
+def published_job(tmp_path_factory):
+    """Returns a job that ran once without interruption; made once per test session. Leave it as it is."""
+    job = TinyJob(tmp_path_factory.getbasetemp() / "published-job")
+    if not (job.run_dir / "published.json").exists():
+        make_job(job.directory)
+        done = job.run()
+        assert done.code == 0, done.stderr
+    return job
+
+
+def copy_trained(job, directory, keep=("data", "checkpoints", "best", "metrics.jsonl"), **sections):
+    """Returns a job in `directory` on which only these parts of the run of `job` are done, and nothing is published.
+
+    Args:
+        job: a job that ran to its end.
+        directory: is made.
+        keep: what is copied from the run directory.
+        sections: as in `make_job`; only what does not shape the weights.
+    """
+    rows = list(csv.reader(job.data_file.open(encoding="utf-8", newline="")))[1:]
+    copied = make_job(directory, rows, **sections)
+    copied.run_dir.mkdir(parents=True)
+    for name in ("job.json", *keep):
+        source = job.run_dir / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy2
+        copy(source, copied.run_dir / name)
+    return copied
+
+
+def load_trained(job):
+    """Returns (config, model with the best weights, tokenizer, labels, test texts); imports TensorFlow here."""
+    from pipeline import dataset
+    from pipeline.config import load_job
+    from pipeline.job import Job
+    from pipeline.runtime import start_tensorflow
+    from pipeline.text import Tokenizer
+
+    start_tensorflow()
+    from pipeline.training import load_best
+
+    config = load_job(job.file)
+    data_dir = job.run_dir / "data"
+    model = load_best(config, job.run_dir, Job(config, console=None).train_key)
+    tokenizer = Tokenizer.load(data_dir / "tokenizer.model")
+    return config, model, tokenizer, dataset.load_labels(data_dir), dataset.load_texts(data_dir, "test")

@@ -102,6 +102,11 @@ class ScaledDotProductAttention(keras.layers.Layer):
     def compute_output_shape(self, query_shape, key_shape=None, value_shape=None, attend_shape=None):
         return query_shape
 
+    def compute_output_spec(self, query, key, value, attend=None, training=None, return_weights=False):
+        context = keras.KerasTensor(query.shape, self.compute_dtype)
+        weights = keras.KerasTensor((*query.shape[:-1], key.shape[-2]), self.compute_dtype)
+        return (context, weights) if return_weights else context
+
     def get_config(self):
         return {**super().get_config(), "dropout": self.dropout, "seed": self.seed}
 
@@ -181,6 +186,13 @@ class MultiHeadAttention(keras.layers.Layer):
     def compute_output_shape(self, query_shape, source_shape=None, attend_shape=None):
         return (*query_shape[:-1], self.d_model)
 
+    def compute_output_spec(self, query, source=None, attend=None, training=None, return_weights=False):
+        batch, length = query.shape[:2]
+        keys = length if source is None else source.shape[1]
+        output = keras.KerasTensor((batch, length, self.d_model), self.compute_dtype)
+        weights = keras.KerasTensor((batch, self.num_heads, length, keys), self.compute_dtype)
+        return (output, weights) if return_weights else output
+
     def get_config(self):
         config = {key: getattr(self, key) for key in ("d_model", "num_heads", "dropout", "seed")}
         return {**super().get_config(), **config}
@@ -188,10 +200,10 @@ class MultiHeadAttention(keras.layers.Layer):
 
 def _check_heads(query, key, value):
     shapes = [tuple(x.shape) for x in (query, key, value)]
-    if any(len(s) != 4 for s in shapes) or len({s[-1] for s in shapes[:2]}) != 1:
+    if any(len(s) != 4 for s in shapes) or len({s[-1] for s in shapes}) != 1:
         raise ValueError(
-            "query [B, N, T, H], key [B, N, S, H] and value [B, N, S, H] must have rank 4 and query and key one head "
-            f"size. Received: query={shapes[0]}, key={shapes[1]}, value={shapes[2]}"
+            "query [B, N, T, H], key [B, N, S, H] and value [B, N, S, H] must have rank 4 and one head size. "
+            f"Received: query={shapes[0]}, key={shapes[1]}, value={shapes[2]}"
         )
 
 

@@ -28,3 +28,6 @@ class MaskedMeanPooling(keras.layers.Layer):
 
     def compute_output_shape(self, x_shape, token_valid_shape=None):
         return (x_shape[0], x_shape[2])
+
+    def compute_output_spec(self, x, token_valid):
+        return keras.KerasTensor((x.shape[0], x.shape[2]), "float32")

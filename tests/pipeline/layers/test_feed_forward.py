@@ -1,0 +1,51 @@
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipeline.layers import PositionwiseFeedForward
+from pipeline.layers.feed_forward import gelu
+
+
+def exact_gelu(x):
+    return np.vectorize(lambda v: v * 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))))(np.asarray(x, np.float64))
+
+
+def test_gelu_is_exact():
+    x = np.concatenate([np.linspace(-6, 6, 241), [-30.0, 30.0]]).astype(np.float32)
+    # The tanh approximation is off by up to 5e-4.
+    np.testing.assert_allclose(gelu(tf.constant(x)), exact_gelu(x), atol=1e-6, rtol=1e-6)
+
+
+def test_gelu_by_hand():
+    # Phi(1) = 0.8413447, Phi(-1) = 0.1586553.
+    np.testing.assert_allclose(gelu(tf.constant([-1.0, 0.0, 1.0])), [-0.1586553, 0.0, 0.8413447], atol=1e-6, rtol=0)
+
+
+def test_gelu_has_an_onnx_operator():
+    graph = tf.function(gelu, input_signature=[tf.TensorSpec([None])]).get_concrete_function().graph
+    kinds = {op.type for op in graph.get_operations()}
+    assert "Erf" in kinds
+    assert "Erfc" not in kinds
+
+
+def test_equals_numpy_at_every_position():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 5, 6)).astype(np.float32)
+    layer = PositionwiseFeedForward(10, seed=1)
+    layer.build(x.shape)
+    for v in layer.weights:  # biases too
+        v.assign(rng.normal(size=v.shape))
+    w1, b1, w2, b2 = (np.asarray(v, np.float64) for v in layer.weights)
+    assert (w1.shape, b1.shape, w2.shape, b2.shape) == ((6, 10), (10,), (10, 6), (6,))
+    np.testing.assert_allclose(layer(x), exact_gelu(x @ w1 + b1) @ w2 + b2, atol=1e-5, rtol=1e-5)
+    for t in range(5):
+        np.testing.assert_allclose(layer(x[:, t : t + 1])[:, 0], layer(x)[:, t], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_dropout_only_in_training(training):
+    x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
+    layer = PositionwiseFeedForward(10, 0.5, seed=1)
+    assert np.array_equal(layer(x, training=training), layer(x, training=training)) is not training

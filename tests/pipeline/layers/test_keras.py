@@ -1,0 +1,167 @@
+"""What Keras asks of a layer that is to be usable in someone else's model."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from pipeline.classifier import EncoderClassifier, build_classifier
+from pipeline.config import ModelConfig
+from pipeline.layers import (
+    MaskedMeanPooling,
+    MultiHeadAttention,
+    PositionwiseFeedForward,
+    PreNormEncoderLayer,
+    ScaledDotProductAttention,
+    SinusoidalPosition,
+)
+
+ROOT = Path(__file__).parents[3]
+BATCH, LENGTH, SIZE = 2, 6, 8
+
+# How each layer is made, and the (shape of one row, dtype) of its inputs; None is left open.
+CASES = {
+    "attention": (
+        lambda **k: ScaledDotProductAttention(0.1, seed=5, **k),
+        [((2, None, 4), "float32")] * 3 + [((1, None), "bool")],
+    ),
+    "multi_head": (lambda **k: MultiHeadAttention(SIZE, 2, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "cross": (
+        lambda **k: MultiHeadAttention(SIZE, 2, 0.1, seed=5, **k),
+        [((None, SIZE), "float32"), ((4, 3), "float32")],
+    ),
+    "position": (lambda **k: SinusoidalPosition(LENGTH, **k), [((None, SIZE), "float32")]),
+    "feed_forward": (lambda **k: PositionwiseFeedForward(12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "encoder": (lambda **k: PreNormEncoderLayer(2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "pooling": (lambda **k: MaskedMeanPooling(**k), [((None, SIZE), "float32"), ((None,), "bool")]),
+    "classifier": (
+        lambda **k: EncoderClassifier(20, 3, SIZE, 2, 12, 2, 0.1, 0.2, LENGTH, seed=5, **k),
+        [((None,), "int32")],
+    ),
+}
+every_layer = pytest.mark.parametrize("name", CASES)
+
+
+def make_arrays(name):
+    rng = np.random.default_rng(0)
+    arrays = []
+    for shape, dtype in CASES[name][1]:
+        values = 4 * rng.normal(size=(BATCH, *(LENGTH if n is None else n for n in shape)))
+        arrays.append(values > 0 if dtype == "bool" else np.abs(values).astype(dtype))
+    return arrays
+
+
+def make_model(name):
+    """The layer between stock Keras layers."""
+    make, specs = CASES[name]
+    inputs = [keras.Input(shape, dtype=dtype) for shape, dtype in specs]
+    outputs = keras.layers.Rescaling(2.0)(make(name="tested")(*inputs))
+    return keras.Model(inputs, outputs)
+
+
+@every_layer
+def test_get_config_round_trip(name):
+    layer = CASES[name][0](dtype="mixed_bfloat16", name="tested")
+    config = layer.get_config()
+    json.dumps(config)
+    again = type(layer).from_config(config)
+    assert again.get_config() == config
+    assert (again.name, again.dtype_policy.name) == ("tested", "mixed_bfloat16")
+    arguments = set(inspect.signature(type(layer).__init__).parameters) - {"self", "kwargs", "args"}
+    assert arguments <= set(config)
+    arrays = make_arrays(name)
+    np.testing.assert_array_equal(layer(*arrays), again(*arrays))  # seeded: equal weights too
+
+
+@every_layer
+def test_compute_output_shape(name):
+    make, specs = CASES[name]
+    layer, arrays = make(), make_arrays(name)
+    assert layer(*arrays).shape == tuple(layer.compute_output_shape(*(a.shape for a in arrays)))
+    symbolic = layer.compute_output_shape(*((None, *shape) for shape, _ in specs))
+    assert tuple(symbolic)[0] is None
+    assert tuple(symbolic) == make_model(name).output_shape
+
+
+@every_layer
+def test_inside_a_stock_functional_model(name):
+    arrays = make_arrays(name)
+    model = make_model(name)
+    layer = model.get_layer("tested")
+    np.testing.assert_allclose(model(arrays), 2.0 * np.asarray(layer(*arrays)), atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(model.predict(arrays, verbose=0), model(arrays), atol=1e-5, rtol=1e-5)
+
+
+_LOAD = """
+import sys
+import keras, numpy as np
+import pipeline.classifier  # registers the layers
+folder = sys.argv[1]
+outputs = {}
+for name in sys.argv[2:]:
+    with np.load(f"{folder}/{name}.npz") as inputs:
+        arrays = [inputs[key] for key in inputs.files]
+    outputs[name] = np.asarray(keras.models.load_model(f"{folder}/{name}.keras")(arrays))
+np.savez(f"{folder}/outputs.npz", **outputs)
+
+from pipeline.classifier import build_classifier
+from pipeline.config import ModelConfig
+model = build_classifier(ModelConfig(d_model=8, num_heads=2, d_ff=12, num_layers=2), 20, 3, seed=17)
+np.savez(f"{folder}/seed17.npz", *[v.numpy() for v in model.variables])
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh_process(tmp_path_factory):
+    """Every model, saved, loaded and called in one new process; another PYTHONHASHSEED than ours."""
+    folder = tmp_path_factory.mktemp("saved")
+    expected = {}
+    for name in CASES:
+        model, arrays = make_model(name), make_arrays(name)
+        for i, v in enumerate(model.weights):
+            if v.dtype == "float32":
+                v.assign(v + 0.1 * np.random.default_rng(i).normal(size=v.shape))
+        model.save(folder / f"{name}.keras")
+        np.savez(folder / f"{name}.npz", *arrays)
+        expected[name] = np.asarray(model(arrays))
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(folder), *CASES],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, expected
+
+
+@every_layer
+def test_saved_and_loaded_in_a_fresh_process(fresh_process, name):
+    folder, expected = fresh_process
+    with np.load(folder / "outputs.npz") as outputs:
+        np.testing.assert_allclose(outputs[name], expected[name], atol=1e-6, rtol=1e-6)
+
+
+def test_initial_weights_and_dropout_seeds_are_those_of_any_other_process(fresh_process):
+    # This process has built other models before, and has another PYTHONHASHSEED.
+    model = build_classifier(ModelConfig(d_model=8, num_heads=2, d_ff=12, num_layers=2), 20, 3, seed=17)
+    with np.load(fresh_process[0] / "seed17.npz") as there:
+        assert len(there.files) == len(model.variables)
+        for key, variable in zip(there.files, model.variables, strict=True):
+            np.testing.assert_array_equal(there[key], variable.numpy())
+
+
+@pytest.mark.parametrize("name", ["multi_head", "feed_forward", "encoder"])
+def test_without_a_seed_every_layer_is_another(name):
+    layer = CASES[name][0]()
+    config = {**layer.get_config(), "seed": None}
+    arrays = make_arrays(name)
+    first, second = (type(layer).from_config(config)(*arrays) for _ in range(2))
+    assert not np.allclose(first, second, atol=1e-3)

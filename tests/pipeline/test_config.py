@@ -1,0 +1,281 @@
+import json
+import tomllib
+
+import pytest
+
+from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
+from pipeline.errors import JobError
+
+# The table of the contract, and log_every_steps.
+DEFAULTS = """
+name = "movie-reviews"
+seed = 17
+work_dir = "runs"
+[data]
+train = "train.csv"
+validation = ""
+test = ""
+text_column = "text"
+label_column = "label"
+validation_fraction = 0.1
+test_fraction = 0.1
+[tokenizer]
+vocab_size = 8000
+model_file = ""
+[model]
+d_model = 256
+num_heads = 8
+d_ff = 768
+num_layers = 4
+dropout = 0.1
+head_dropout = 0.2
+max_length = 256
+pooling = "mean"
+position = "sinusoidal"
+[training]
+epochs = 10
+batch_tokens = 4096
+learning_rate = 3e-4
+warmup_ratio = 0.1
+weight_decay = 1e-2
+clip_norm = 1.0
+precision = "float32"
+checkpoint_every_s = 300
+checkpoint_every_steps = 0
+keep_checkpoints = 3
+patience = 3
+log_every_steps = 10
+[evaluation]
+metric = "accuracy"
+min_value = 0.0
+max_regression = 0.0
+[export]
+opset = 20
+precisions = ["float32", "int8"]
+text_signature = true
+[publish]
+base_path = "models"
+keep_versions = 5
+"""
+MINIMAL = 'name = "movie-reviews"\n[data]\ntrain = "train.csv"\n'
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text=MINIMAL, overrides=()):
+        path = tmp_path / "job.toml"
+        path.write_text(text, encoding="utf-8")
+        return load_job(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def refuse(load):
+    """Returns the message, one plain line, with which a job is refused."""
+
+    def refuse(text=MINIMAL, overrides=()):
+        with pytest.raises(JobError) as e:
+            load(text, overrides)
+        message = str(e.value)
+        assert len(message.splitlines()) == 1
+        assert "pydantic" not in message and "Traceback" not in message
+        return message
+
+    return refuse
+
+
+def test_defaults_are_the_contracts(load):
+    assert load().resolved() == tomllib.loads(DEFAULTS)
+
+
+def test_a_job_with_every_default_written_out_is_the_same_job(load):
+    assert fingerprint(load(DEFAULTS).resolved()) == fingerprint(load().resolved())
+    json.dumps(load().resolved())
+    assert JobConfig.model_validate(load().resolved()) == load()
+
+
+def test_directories(load):
+    job = load(overrides=["work_dir=/a/b", "publish.base_path=out"])
+    assert str(job.run_dir) == "/a/b/movie-reviews"
+    assert str(job.model_dir) == "out/movie-reviews"
+
+
+def test_sections_are_read_only(load):
+    job = load()
+    with pytest.raises(ValueError, match="frozen"):
+        job.seed = 3
+    with pytest.raises(ValueError, match="frozen"):
+        job.model.d_model = 8
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "advice"),
+    [
+        ("[training]\nlearning_rte = 1.0", "training.learning_rte", "Did you mean 'training.learning_rate'?"),
+        ("[training]\nlearning-rate = 1.0", "training.learning-rate", "Did you mean 'training.learning_rate'?"),
+        ("[training]\nd_model = 8", "training.d_model", "Did you mean 'model.d_model'?"),
+        ("[modle]\nd_model = 8", "modle", "Did you mean 'model'?"),
+        ("[training]\nstr = 8", "training.str", "Valid keys in [training]: epochs, batch_tokens,"),
+        ("[training.more]\nx = 8", "training.more", "Valid keys in [training]: epochs, batch_tokens,"),
+        ("[publish]\nzzz = 8", "publish.zzz", "Valid keys in [publish]: base_path, keep_versions."),
+    ],
+)
+def test_unknown_keys_in_sections(refuse, text, key, advice):
+    message = refuse(MINIMAL + text)
+    assert f"unknown key '{key}'. {advice}" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "advice"),
+    [
+        ("work_dirs = 'x'", "work_dirs", "Did you mean 'work_dir'?"),
+        ("work-dir = 'x'", "work-dir", "Did you mean 'work_dir'?"),
+        ("epochs = 3", "epochs", "Did you mean 'training.epochs'?"),
+        ("str = 3", "str", "Valid keys: name, seed, work_dir, data,"),
+        ("'' = 3", "", "Valid keys: name, seed, work_dir, data,"),
+    ],
+)
+def test_unknown_keys_at_the_top(refuse, line, key, advice):
+    assert f"unknown key '{key}'. {advice}" in refuse(f"{line}\n{MINIMAL}")
+
+
+@pytest.mark.parametrize(
+    ("override", "received"),
+    [
+        ("name=Reviews", "name='Reviews'"),
+        ("name=a/b", "name='a/b'"),
+        ("name=", "name=''"),
+        ("seed=-1", "seed=-1"),
+        ("seed=9223372036854775808", "seed=9223372036854775808"),
+        ("seed=true", "seed=True"),
+        ("data.train=2024", "train=2024"),
+        ("data.train=[]", "train=[]"),
+        ("data.train=", "train=''"),
+        ("data.validation_fraction=0", "validation_fraction=0.0"),
+        ("data.test_fraction=0", "test_fraction=0.0"),
+        ("data.test_fraction=1", "test_fraction=1"),
+        ("data.test_fraction=0.9", "validation_fraction=0.1, test_fraction=0.9"),
+        ("tokenizer.vocab_size=7", "vocab_size=7"),
+        ("model.d_model=0", "d_model=0"),
+        ("model.d_model=257", "d_model=257, num_heads=8"),
+        ("model.num_heads=7", "d_model=256, num_heads=7"),
+        ("model.d_model=8.5", "d_model=8.5"),
+        ("model.dropout=1.0", "dropout=1.0"),
+        ("model.dropout=-0.1", "dropout=-0.1"),
+        ("model.pooling=max", "pooling='max'"),
+        ("training.epochs=0", "epochs=0"),
+        ("training.epochs='3'", "epochs='3'"),
+        ("training.epochs=true", "epochs=True"),
+        ("training.learning_rate=0", "learning_rate=0"),
+        ("training.learning_rate=nan", "learning_rate=nan"),
+        ("training.learning_rate=inf", "learning_rate=inf"),
+        ("training.learning_rate=fast", "learning_rate='fast'"),
+        ("training.warmup_ratio=1.1", "warmup_ratio=1.1"),
+        ("training.clip_norm=0.0", "clip_norm=0.0"),
+        ("training.precision=float16", "precision='float16'"),
+        ("training.checkpoint_every_s=0", "checkpoint_every_s=0"),
+        ("training.keep_checkpoints=0", "keep_checkpoints=0"),
+        ("training.patience=-1", "patience=-1"),
+        ("evaluation.metric=f1", "metric='f1'"),
+        ("evaluation.max_regression=-0.1", "max_regression=-0.1"),
+        ("export.opset=19", "opset=19"),
+        ("export.precisions=['int8']", "precisions=['int8']"),
+        ("export.precisions=['float32', 'int4']", "precisions='int4'"),
+        ("export.text_signature=1", "text_signature=1"),
+        ("publish.keep_versions=0", "keep_versions=0"),
+        ("training=5", "training=5"),
+    ],
+)
+def test_values_out_of_range(refuse, override, received):
+    message = refuse(overrides=[override])
+    assert f"Received: {received}" in message
+    assert override.partition("=")[0] in message
+
+
+def test_odd_d_model(refuse):
+    assert "d_model must be even" in refuse(overrides=["model.d_model=9", "model.num_heads=3"])
+
+
+def test_a_missing_key_is_named(refuse):
+    assert "key 'data.train' is missing" in refuse('name = "a"\n[data]\n')
+    assert "key 'name' is missing" in refuse('[data]\ntrain = "a"\n')
+    assert "key 'data' is missing" in refuse('name = "a"\n')
+
+
+def test_fractions_may_be_zero_when_files_are_named(load):
+    job = load(overrides=["data.validation_fraction=0", "data.test_fraction=0", "data.validation=v", "data.test=t"])
+    assert (job.data.validation_fraction, job.data.test_fraction) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("model.d_model=64", "model", "d_model", 64),
+        ("training.learning_rate=1e-3", "training", "learning_rate", 1e-3),
+        ("training.learning_rate=1", "training", "learning_rate", 1.0),
+        ("export.text_signature=false", "export", "text_signature", False),
+        ("export.precisions=['float32']", "export", "precisions", ["float32"]),
+        ("evaluation.metric=loss", "evaluation", "metric", "loss"),
+        ('evaluation.metric="loss"', "evaluation", "metric", "loss"),
+        (" evaluation.metric = loss ", "evaluation", "metric", "loss"),
+        ("data.train=a,b.csv", "data", "train", "a,b.csv"),
+        ("data.train=['a', 'b']", "data", "train", ["a", "b"]),
+        ("data.label_column=2024", "data", "label_column", "2024"),
+        ("data.label_column=true", "data", "label_column", "true"),
+        ("data.text_column=a=b", "data", "text_column", "a=b"),
+        ('data.text_column="a b"', "data", "text_column", "a b"),
+        ("data.text_column=评论", "data", "text_column", "评论"),
+    ],
+)
+def test_overrides(load, override, section, key, value):
+    assert load(overrides=[override]).resolved()[section][key] == value
+
+
+def test_the_last_override_wins_and_a_number_can_be_a_name(load):
+    job = load(overrides=["name=1", "seed=3", "name=2024", "seed=4"])
+    assert (job.name, job.seed) == ("2024", 4)
+
+
+@pytest.mark.parametrize("override", ["model.d_model", "=3", "model..d_model=3", ".d_model=3", "name.x=3", "", "a.=1"])
+def test_malformed_overrides(refuse, override):
+    assert refuse(overrides=[override]).startswith("--set ")
+
+
+def test_an_unknown_override_is_refused(refuse):
+    assert "unknown key 'model.d_modle'. Did you mean 'model.d_model'?" in refuse(overrides=["model.d_modle=3"])
+
+
+def test_unreadable_job_files(tmp_path, refuse):
+    with pytest.raises(JobError, match=r"cannot read job file .*absent.toml: No such file or directory"):
+        load_job(tmp_path / "absent.toml")
+    with pytest.raises(JobError, match="cannot read job file"):
+        load_job(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
+    with pytest.raises(JobError, match="cannot read job file"):
+        load_job(tmp_path / "latin.toml")
+    assert "is not valid TOML" in refuse("name = \n")
+
+
+def test_differences_names_every_leaf():
+    old = {"a": 1, "b": {"c": "x", "d": {"e": 1.0}}, "gone": True}
+    new = {"a": 1, "b": {"c": "y", "d": {"e": 2.0}}, "added": [1]}
+    assert differences(old, new) == ["added: None -> [1]", "b.c: 'x' -> 'y'", "b.d.e: 1.0 -> 2.0", "gone: True -> None"]
+    assert differences(old, old) == []
+
+
+def test_fingerprint():
+    assert fingerprint({"a": 1, "b": [2]}, "é") == fingerprint({"b": [2], "a": 1}, "é")
+    assert len({fingerprint(1), fingerprint("1"), fingerprint(1, 2), fingerprint([1, 2]), fingerprint()}) == 5
+    # printf '[1, {"a": "é"}]' | sha256sum
+    assert fingerprint(1, {"a": "é"}) == "ce47ae8896983c34ba44dd9a7d1a1e76559b7a95524a0591e3b15cd37245c0c4"
+
+
+@pytest.mark.parametrize(
+    ("metric", "better", "worse"), [("accuracy", 0.9, 0.8), ("macro_f1", 0.9, 0.8), ("loss", 0.1, 0.2)]
+)
+def test_is_better(metric, better, worse):
+    evaluation = EvaluationConfig(metric=metric)
+    assert evaluation.is_better(better, worse)
+    assert not evaluation.is_better(worse, better)
+    assert not evaluation.is_better(worse, worse)

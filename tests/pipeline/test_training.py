@@ -1,0 +1,369 @@
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from pipeline import checkpoint, dataset, evaluation, training
+from pipeline.config import JobConfig
+from pipeline.errors import CheckpointError, Interrupted, JobError, TrainingError
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+KEY = "key"
+ROWS = 400
+
+
+class Stub:
+    """Stands in for the console; calls `on_start`, `on_step` after each step and `on_epoch` after each validation."""
+
+    def __init__(self, on_step=lambda step: None, on_epoch=lambda step: None, on_start=lambda: None):
+        self.on_step, self.on_epoch, self.on_start = on_step, on_epoch, on_start
+        self.notes, self.warnings, self.steps = [], [], []
+
+    def note(self, line):
+        self.notes.append(line)
+
+    def warn(self, line):
+        self.warnings.append(line)
+
+    @contextlib.contextmanager
+    def training(self, steps):
+        self.on_start()
+        yield self
+
+    def step(self, progress, loss):
+        self.steps.append(progress.step)
+        self.on_step(progress.step)
+
+    def epoch(self, progress, figures):
+        self.on_epoch(progress.step)
+
+
+def stop_at(step, number=signal.SIGTERM):
+    return lambda now: os.kill(os.getpid(), number) if now == step else None
+
+
+def make_job(data_file, seed=17, **training_section):
+    return JobConfig.model_validate(
+        {
+            "name": "tiny",
+            "seed": seed,
+            "data": {"train": str(data_file), "validation_fraction": 0.2},
+            "tokenizer": {"vocab_size": 300},
+            "model": {"d_model": 8, "num_heads": 2, "d_ff": 12, "num_layers": 1, "max_length": 16},
+            "training": {
+                "epochs": 3,
+                "batch_tokens": 512,
+                "learning_rate": 0.05,
+                "checkpoint_every_steps": 4,
+                "log_every_steps": 2,
+                "patience": 0,
+                **training_section,
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory):
+    """Texts of 3 to 14 words; those with "great" or "lovely" are good."""
+    rng = random.Random(0)
+    neutral = ["".join(rng.choices("aeiounrstl", k=rng.randint(2, 6))) for _ in range(60)]
+    path = tmp_path_factory.mktemp("source") / "rows.csv"
+    lines = ["text,label"]
+    for i in range(ROWS):
+        words = rng.choices(neutral, k=rng.randint(2, 13))
+        words.insert(rng.randrange(len(words)), rng.choice([["dull", "awful"], ["great", "lovely"]][i % 2]))
+        lines.append(f"{' '.join(words)},{['bad', 'good'][i % 2]}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def data_dir(data_file, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("prepared") / "data"
+    dataset.prepare(make_job(data_file), directory)
+    return directory
+
+
+@pytest.fixture
+def run_dir(data_dir, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copytree(data_dir, tmp_path / "run" / "data")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(data_file, data_dir, tmp_path_factory):
+    """A run that nothing disturbs: (job, run directory, console)."""
+    directory = tmp_path_factory.mktemp("whole")
+    shutil.copytree(data_dir, directory / "data")
+    job, console = make_job(data_file), Stub()
+    training.train(job, directory, KEY, console)
+    return job, directory, console
+
+
+def last(run_dir):
+    return next(checkpoint.newest_first(run_dir / training.CHECKPOINTS, warn=pytest.fail), None)
+
+
+def rows_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_speed(rows):
+    return [{k: v for k, v in row.items() if k != "real_tokens_per_s"} for row in rows]
+
+
+def assert_same_arrays(found, expected):
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def assert_same_run(found, expected):
+    """Weights, optimizer, dropout seeds, counters, best weights and figures, bit for bit."""
+    a, b = last(found), last(expected)
+    assert_same_arrays(a.arrays, b.arrays)
+    # The speed's digits are part of the file's length.
+    assert dataclasses.replace(a.progress, metrics_bytes=0) == dataclasses.replace(b.progress, metrics_bytes=0)
+    best = [checkpoint.read(run / training.BEST, a.progress.best_step) for run in (found, expected)]
+    assert_same_arrays(best[0].arrays, best[1].arrays)
+    assert without_speed(rows_of(found)) == without_speed(rows_of(expected))
+
+
+def test_learns_and_records(whole):
+    job, run_dir, console = whole
+    steps_per_epoch, rest = divmod(len(console.steps), 3)
+    assert rest == 0 and steps_per_epoch >= 8
+    assert console.steps == list(range(1, 3 * steps_per_epoch + 1))
+    rows = rows_of(run_dir)
+    of_training = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in of_training] == list(range(2, 3 * steps_per_epoch + 1, 2))
+    figures = {"loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s"}
+    for row in of_training:
+        assert set(row) == {"kind", "step", "epoch"} | figures
+        assert all(isinstance(row[name], float) for name in figures)
+        assert row["epoch"] == (row["step"] - 1) // steps_per_epoch
+        assert 0 <= row["padded_share"] < 0.5 and row["real_tokens_per_s"] > 0 and row["gradient_norm"] > 0
+    validations = [row for row in rows if row["kind"] == "validation"]
+    assert [(row["epoch"], row["step"]) for row in validations] == [(i, (i + 1) * steps_per_epoch) for i in range(3)]
+    for row in validations:
+        assert set(row) == {"kind", "step", "epoch", "loss", "accuracy", "macro_f1", "calibration_error"}
+    assert validations[-1]["accuracy"] > 0.75
+    assert of_training[-1]["loss"] < 0.6 < of_training[0]["loss"]  # ln 2 is 0.69
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert (run_dir / "metrics.jsonl").stat().st_size == last(run_dir).progress.metrics_bytes
+
+
+def test_checkpoints_that_are_kept(whole):
+    job, run_dir, console = whole
+    steps = checkpoint.steps(run_dir / training.CHECKPOINTS)
+    assert len(steps) == job.training.keep_checkpoints
+    assert steps[-1] == len(console.steps)
+    named = {checkpoint.best_step(run_dir / training.CHECKPOINTS, step) for step in steps}
+    assert set(checkpoint.steps(run_dir / training.BEST)) == named - {-1}
+    assert not list(run_dir.rglob(".staged-*"))
+
+
+def test_best_weights_are_those_of_the_best_validation(whole):
+    job, run_dir, _ = whole
+    validations = [row for row in rows_of(run_dir) if row["kind"] == "validation"]
+    best = max(validations, key=lambda row: row["accuracy"])  # the first of equals
+    progress = last(run_dir).progress
+    assert (progress.best_step, progress.best_value) == (best["step"], best["accuracy"])
+    assert (progress.finished, progress.epoch, progress.batch) == ("epochs", 3, 0)
+    assert checkpoint.finished_best(run_dir, KEY) is not None
+    assert checkpoint.finished_best(run_dir, "another key") is None
+
+    model = training.load_best(job, run_dir, KEY)
+    split = dataset.Split.load(run_dir / "data", "validation")
+    logits = np.asarray(model(split.token_ids(np.arange(len(split)))))
+    found = evaluation.metrics(evaluation.softmax(logits), split.labels, ["bad", "good"])
+    assert found["accuracy"] == best["accuracy"]
+    assert found["loss"] == pytest.approx(best["loss"], rel=1e-5)
+
+
+def test_a_finished_run_is_not_trained_again(whole):
+    job, run_dir, _ = whole
+    before, console = (run_dir / "metrics.jsonl").read_bytes(), Stub()
+    training.train(job, run_dir, KEY, console)
+    assert console.steps == [] and console.notes == []
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_is_exact_wherever_it_stops(whole, run_dir, monkeypatch):
+    """One run, stopped again and again; dropout is at work."""
+    job, expected, console = whole
+    assert job.model.dropout > 0 and job.model.head_dropout > 0
+    epoch = len(console.steps) // 3
+
+    def interrupted(console, at):
+        with pytest.raises(
+            Interrupted, match=rf"^stopped by SIG\w+ at step {at} of {3 * epoch}; the state is saved in"
+        ):
+            training.train(job, run_dir, KEY, console)
+        assert checkpoint.finished_best(run_dir, KEY) is None
+        return console
+
+    # Before the first step.
+    interrupted(Stub(on_start=lambda: os.kill(os.getpid(), signal.SIGTERM)), 0)
+    # In the middle of an epoch, between two checkpoints and by the other signal.
+    interrupted(Stub(stop_at(3, signal.SIGINT)), 3)
+    # At the last batch of an epoch: validation is due.
+    console = interrupted(Stub(stop_at(epoch)), epoch)
+    assert console.steps[0] == 4
+
+    # During the validation.
+    real = evaluation.predict_logits
+
+    def stopped_in_the_middle(predict, split, plan, stop):
+        def stop_at_the_last():
+            if next(batch) == len(plan) - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            stop()
+
+        batch = itertools.count()
+        assert len(plan) > 1
+        return real(predict, split, plan, stop_at_the_last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "predict_logits", stopped_in_the_middle)
+        assert interrupted(Stub(), epoch).steps == []
+
+    # After the validation, before the best weights are written.
+    assert interrupted(Stub(on_epoch=stop_at(epoch)), epoch).steps == []
+
+    # A crash that saves nothing: goes on from the last checkpoint, and the figures after it are dropped.
+    def crash(step):
+        if step == epoch + 7:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        training.train(job, run_dir, KEY, Stub(crash))
+    newest = checkpoint.steps(run_dir / training.CHECKPOINTS)[-1]
+    assert epoch < newest < epoch + 7
+
+    # And that checkpoint is damaged.
+    state = run_dir / training.CHECKPOINTS / f"step-{newest:08d}" / checkpoint.STATE
+    state.write_bytes(state.read_bytes()[:-1])
+    before = checkpoint.steps(run_dir / training.CHECKPOINTS)[-2]
+    console = interrupted(Stub(stop_at(2 * epoch + 1)), 2 * epoch + 1)
+    assert console.steps[0] == before + 1
+    assert len(console.warnings) == 1 and f"step-{newest:08d} is damaged" in console.warnings[0]
+    assert console.notes == [f"going on from step {before} of {3 * epoch}"]
+
+    # At the very end: all is done, and the caller still learns of the signal.
+    with pytest.raises(Interrupted):
+        training.train(job, run_dir, KEY, Stub(on_epoch=stop_at(3 * epoch)))
+    assert checkpoint.finished_best(run_dir, KEY) is not None
+    training.train(job, run_dir, KEY, Stub())
+    assert_same_run(run_dir, expected)
+
+
+def test_signal_handlers_are_put_back(whole):
+    job, run_dir, _ = whole
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    training.train(job, run_dir, KEY, Stub())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_resume_is_exact_with_a_loss_scale(data_file, data_dir, tmp_path):
+    job = make_job(data_file, precision="mixed_float16", epochs=1)
+    runs = [tmp_path / name for name in ("whole", "stopped")]
+    for run in runs:
+        shutil.copytree(data_dir, run / "data")
+    training.train(job, runs[0], KEY, Stub())
+    with pytest.raises(Interrupted):
+        training.train(job, runs[1], KEY, Stub(stop_at(5)))
+    training.train(job, runs[1], KEY, Stub())
+    assert_same_run(runs[1], runs[0])
+
+
+def test_another_seed_gives_other_weights(whole, data_file, run_dir):
+    job = make_job(data_file, seed=18, epochs=1)
+    training.train(job, run_dir, KEY, Stub())
+    expected = last(whole[1]).arrays
+    kernels = [(name, a) for name, a in last(run_dir).arrays.items() if name.startswith("model") and a.ndim == 2]
+    assert kernels
+    assert all(not np.allclose(a, expected[name], atol=1e-3) for name, a in kernels)
+
+
+def test_patience_is_carried_over(data_file, run_dir):
+    # Nothing improves after the first validation: two more are waited for, whatever comes between.
+    job = make_job(data_file, epochs=6, learning_rate=1e-12, patience=2)
+    epoch = len(training.epoch_plan(dataset.Split.load(run_dir / "data", "train").lengths, 512, 17, 0))
+    counts = []
+    with pytest.raises(Interrupted):
+        training.train(job, run_dir, KEY, Stub(stop_at(2 * epoch + 1), on_epoch=counts.append))
+    progress = last(run_dir).progress
+    assert (progress.epoch, progress.evaluations_without_improvement, progress.finished) == (2, 1, "")
+    training.train(job, run_dir, KEY, Stub(on_epoch=counts.append))
+    assert len(counts) == 3
+    progress = last(run_dir).progress
+    assert (progress.epoch, progress.evaluations_without_improvement, progress.finished) == (3, 2, "patience")
+    assert progress.best_step == counts[0]
+    assert checkpoint.steps(run_dir / training.BEST) == [counts[0]]
+    assert checkpoint.finished_best(run_dir, KEY) is not None
+
+
+def test_a_loss_that_is_not_finite_ends_with_step_and_rows(data_file, run_dir):
+    job = make_job(data_file, learning_rate=1e30, checkpoint_every_steps=1)
+    console = Stub()
+    with pytest.raises((TrainingError, CheckpointError)) as e:
+        training.train(job, run_dir, KEY, console)
+    assert isinstance(e.value, TrainingError)
+    message = str(e.value)
+    step = console.steps[-1] + 1
+    assert f"not finite at step {step}: loss=nan" in message
+    split = dataset.Split.load(run_dir / "data", "train")
+    plan = training.epoch_plan(split.lengths, 512, 17, 0)
+    shown = split.rows[plan[step - 1]][:20]
+    assert f"rows of data.train (from 0): {', '.join(map(str, shown))}" in message
+    assert "lower training.learning_rate" in message
+    assert len(message.splitlines()) == 1
+    for found in checkpoint.steps(run_dir / training.CHECKPOINTS):
+        arrays = checkpoint.read(run_dir / training.CHECKPOINTS, found).arrays
+        assert all(np.isfinite(a).all() for a in arrays.values())
+    assert checkpoint.finished_best(run_dir, KEY) is None
+    with pytest.raises(TrainingError, match="holds no finished training"):
+        training.load_best(job, run_dir, KEY)
+
+
+def test_answers_that_are_not_finite_after_an_epochs_last_step(data_file, run_dir):
+    # One batch is the epoch: its loss is finite, the weights it leaves are not usable.
+    job = make_job(data_file, learning_rate=1e30, batch_tokens=100_000)
+    with pytest.raises(TrainingError, match="answers on data.validation are not finite after step 1:.*lower training"):
+        training.train(job, run_dir, KEY, Stub())
+    assert checkpoint.steps(run_dir / training.CHECKPOINTS) == []
+    assert checkpoint.steps(run_dir / training.BEST) == []
+
+
+def test_damaged_best_weights_are_made_again(whole, run_dir):
+    job, other, _ = whole
+    for directory in (training.CHECKPOINTS, training.BEST):
+        shutil.copytree(other / directory, run_dir / directory)
+    for state in (run_dir / training.BEST).glob("*/state.npz"):
+        state.write_bytes(state.read_bytes()[:-1])
+    assert checkpoint.finished_best(run_dir, KEY) is None
+    stub = Stub()
+    training.train(job, run_dir, KEY, stub)
+    assert any("is damaged" in line for line in stub.warnings)
+    assert_same_arrays(last(run_dir).arrays, last(other).arrays)
+    assert_same_arrays(checkpoint.finished_best(run_dir, KEY).arrays, checkpoint.finished_best(other, KEY).arrays)
+
+
+def test_checkpoints_of_another_key_are_refused(whole, run_dir):
+    job, other, _ = whole
+    for directory in (training.CHECKPOINTS, training.BEST):
+        shutil.copytree(other / directory, run_dir / directory)
+    with pytest.raises(JobError, match="holds the training of another job or of other data"):
+        training.train(job, run_dir, "another key", Stub())
+    assert_same_arrays(last(run_dir).arrays, last(other).arrays)

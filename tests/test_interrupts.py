@@ -1,0 +1,170 @@
+"""Signals and kills at any moment: nothing half-written is left, and running the job again goes on."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from pipeline.contract import Manifest
+from tests.jobs import (
+    copy_trained,
+    finish,
+    kill_when,
+    make_job,
+    metrics_rows,
+    published_job,
+    run_pipeline,
+    run_script,
+    training_result,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+INTERRUPTED = 75
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return published_job(tmp_path_factory)
+
+
+def _assert_same_training(job, other):
+    weights, rows = training_result(job.run_dir)
+    expected_weights, expected_rows = training_result(other.run_dir)
+    assert rows == expected_rows
+    assert {name: w.tobytes() for name, w in weights.items()} == {
+        name: w.tobytes() for name, w in expected_weights.items()
+    }
+
+
+def _assert_published_once(job):
+    assert job.versions == ["1"]
+    Manifest.read(job.model_dir / "1").check_files(job.model_dir / "1")
+    assert job.leftovers() == []
+
+
+def test_signals_while_training_save_and_a_later_run_goes_on(published, tmp_path):
+    job = make_job(tmp_path)
+    process = job.start()
+    try:
+        wait_until(lambda: len(metrics_rows(job.run_dir)) >= 5, process)
+        started = time.monotonic()
+        second = job.run()  # while the first holds the lock
+        assert second.code == 5
+        assert str(process.pid) in second.error
+        assert time.monotonic() - started < 10
+    finally:
+        process.terminate()
+    done = finish(process)
+    assert done.code == INTERRUPTED, done.stderr
+    assert "SIGTERM" in done.last_line and "Run the same command again" in done.last_line
+    assert job.leftovers() == []
+    stopped_at = len(metrics_rows(job.run_dir))
+
+    # SIGINT, and more signals while it saves and ends.
+    process = job.start()
+    wait_until(lambda: len(metrics_rows(job.run_dir)) > stopped_at + 3, process)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.003)
+    done = finish(process)
+    assert done.code == INTERRUPTED, done.stderr
+    assert "SIG" in done.last_line
+    assert job.leftovers() == []
+
+    done = job.run(command="train")
+    assert done.code == 0, done.stderr
+    assert "going on from step" in done.stderr
+    _assert_same_training(job, published)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_preparing(published, tmp_path, number):
+    job = make_job(tmp_path)
+    done = kill_when(job, job.run_dir.exists, number, command="prepare")
+    # It may just have been done.
+    assert done.code in (INTERRUPTED, 0), done.stderr
+    assert "Traceback" not in done.stderr
+    if done.code == INTERRUPTED:
+        assert done.last_line.startswith(f"error: stopped by {number.name}")
+    assert job.leftovers() == []
+    done = job.run(command="prepare")
+    assert done.code == 0, done.stderr
+    assert (job.run_dir / "data" / "labels.json").is_file()
+    assert job.leftovers() == []
+
+
+def test_signal_while_exporting(published, tmp_path):
+    job = copy_trained(published, tmp_path, keep=["data", "checkpoints", "best", "metrics.jsonl", "evaluation"])
+    done = kill_when(job, lambda: list(job.run_dir.glob(".staged-candidate-*")), signal.SIGTERM, command="export")
+    assert done.code == INTERRUPTED, done.stderr
+    assert done.last_line.startswith("error: stopped by SIGTERM")
+    assert job.leftovers() == []  # no candidate either
+
+    # And while a fresh process reloads the artifacts.
+    done = kill_when(job, lambda: list(job.run_dir.glob(".staged-candidate-*/manifest.json")), signal.SIGINT)
+    assert done.code == INTERRUPTED, done.stderr
+    assert done.last_line.startswith("error: stopped by SIGINT")
+    assert job.leftovers() == []
+    done = job.run()
+    assert done.code == 0, done.stderr
+    _assert_published_once(job)
+
+
+def test_signal_swallowed_as_another_error_still_ends_with_75(tmp_path):
+    """A library that turns every exception into its own must not turn an interruption into a refusal."""
+    job = make_job(tmp_path)
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pipeline import commands, dataset\n"
+        "from pipeline.errors import GateRefused\n"
+        "def prepare(*args):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    except Exception as e:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        raise GateRefused('no') from e\n"
+        "dataset.prepare = prepare\n"
+        "sys.argv = ['pipeline', 'prepare', sys.argv[1]]\n"
+        "commands.main()\n"
+    )
+    done = run_script(script, job.file)
+    assert done.code == INTERRUPTED
+    assert done.error.startswith("error: stopped by SIGTERM")
+
+
+def test_killed_at_any_moment(published, tmp_path):
+    """SIGKILL at random moments of the whole run, each somewhat later than the progress made so far."""
+    job = make_job(tmp_path)
+    rng = random.Random(7)
+    for low, high in [(0.1, 1.0), (1.0, 5.0), (4.0, 7.0), (4.0, 9.0), (5.0, 12.0)]:
+        process = job.start()
+        end = time.monotonic() + rng.uniform(low, high)
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        process.kill()
+        done = finish(process)
+        assert done.code in (-9, 0), done.stderr
+        for version in job.versions:  # what is there is whole at every moment
+            Manifest.read(job.model_dir / version).check_files(job.model_dir / version)
+    done = job.run()
+    assert done.code == 0, done.stderr
+    _assert_published_once(job)
+    _assert_same_training(job, published)
+
+
+@pytest.mark.parametrize(
+    "leftover", [".staged-data-1/train/tokens.npy", "evaluation/.staged-report.json-1", ".staged-candidate-1/x"]
+)
+def test_what_a_dead_process_left_is_removed(tmp_path, leftover):
+    job = make_job(tmp_path)
+    path = job.run_dir / leftover
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"half")
+    done = run_pipeline("prepare", job.file)
+    assert done.code == 0, done.stderr
+    assert job.leftovers() == []

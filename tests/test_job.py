@@ -1,0 +1,348 @@
+"""The whole job as its users start it: `python -m pipeline`, killed, started again, published, read by a service."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from pipeline.contract import MANIFEST, Manifest, list_files
+from tests.jobs import (
+    LABELS,
+    contents,
+    copy_trained,
+    kill_when,
+    make_job,
+    make_rows,
+    metrics_rows,
+    published_job,
+    run_pipeline,
+    run_python,
+    run_script,
+    snapshot,
+    training_result,
+)
+
+pytestmark = pytest.mark.slow
+
+_PREDICT = """
+import json, sys
+from serving.onnx_classifier import OnnxClassifier
+
+classifier = OnnxClassifier.load(sys.argv[1])
+answers = classifier.predict(json.loads(sys.argv[2]))
+loaded = sorted({"tensorflow", "keras", "onnxruntime_extensions"} & set(sys.modules))
+print(json.dumps({"labels": [a.label for a in answers], "probabilities": [a.probabilities for a in answers],
+                  "loaded": loaded}))
+"""
+
+# Runs the command line in a process that cannot import TensorFlow.
+_WITHOUT_TENSORFLOW = """
+import json, sys
+sys.modules["tensorflow"] = sys.modules["keras"] = None  # importing them is an ImportError
+from pipeline import commands
+sys.argv = ["pipeline", "run", sys.argv[1]]
+try:
+    commands.main()
+    code = 0
+except SystemExit as e:
+    code = e.code or 0
+print(json.dumps({"code": code}))
+"""
+
+
+_KILLED_AFTER_THE_RENAME = """
+import os, sys
+from pipeline import commands
+from serving import publish
+
+real = publish.publish
+publish.publish = lambda *args: (real(*args), os._exit(9))
+sys.argv = ["pipeline", "publish", sys.argv[1]]
+commands.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return published_job(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """The same job in another directory, killed in mid-training and run again; (job, Done of both runs)."""
+    job = make_job(tmp_path_factory.mktemp("resumed"))
+    killed = kill_when(job, lambda: len(metrics_rows(job.run_dir)) >= 20)
+    state = {"steps": len(metrics_rows(job.run_dir)), "versions": job.versions}
+    return job, killed, state, job.run()
+
+
+def test_killed_job_finishes_and_publishes(resumed):
+    job, killed, state, finished = resumed
+    assert killed.code == -9
+    assert state["versions"] == []
+    assert 20 <= state["steps"] < 40, "killed too late to show anything"
+    assert finished.code == 0, finished.stderr
+    assert re.search(r"^going on from step [1-9]\d* of \d+$", finished.stderr, re.MULTILINE)
+    assert job.versions == ["1"]
+    assert job.leftovers() == []
+
+
+def test_killed_and_never_killed_training_are_equal_bit_for_bit(published, resumed):
+    weights, rows = training_result(resumed[0].run_dir)
+    expected_weights, expected_rows = training_result(published.run_dir)
+    assert list(weights) == list(expected_weights)
+    for name, expected in expected_weights.items():
+        assert weights[name].dtype == expected.dtype
+        assert weights[name].tobytes() == expected.tobytes(), name
+    assert rows == expected_rows
+    steps = [row["step"] for row in rows if row["kind"] == "train"]
+    assert steps == list(range(1, len(steps) + 1))  # none twice, none left out
+    assert resumed[0].report["test"] == published.report["test"]
+
+
+def test_metrics_rows(published):
+    rows = metrics_rows(published.run_dir)
+    train = [row for row in rows if row["kind"] == "train"]
+    expected = {
+        "kind", "step", "epoch", "loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s",
+    }  # fmt: skip
+    assert all(expected <= set(row) for row in train)
+    assert [row["epoch"] for row in rows if row["kind"] == "validation"] == [0, 1, 2]
+    assert all(0 <= row["padded_share"] < 1 for row in train)
+
+
+def test_service_reads_the_published_version_without_tensorflow(resumed):
+    texts = [text for text, _ in make_rows(40, seed=99)]
+    gold = [label for _, label in make_rows(40, seed=99)]
+    found = run_python(_PREDICT, resumed[0].model_dir / "1", json.dumps(texts))
+    assert found["loaded"] == []
+    assert np.mean([a == b for a, b in zip(found["labels"], gold, strict=True)]) >= 0.8
+    for label, probabilities in zip(found["labels"], found["probabilities"], strict=True):
+        assert list(probabilities) == LABELS
+        assert sum(probabilities.values()) == pytest.approx(1, abs=1e-6)
+        assert label == max(probabilities, key=probabilities.get)
+
+
+def test_run_directory_is_complete(published):
+    run_dir = published.run_dir
+    for name in ("tokenizer.model", "labels.json", "report.json"):
+        assert (run_dir / "data" / name).is_file()
+    for split in ("train", "validation", "test"):
+        assert {"tokens.npy", "offsets.npy", "labels.npy"} <= {p.name for p in (run_dir / "data" / split).iterdir()}
+    resolved = json.loads((run_dir / "job.json").read_text())
+    assert resolved["training"]["weight_decay"] == 1e-2  # a default, filled in
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    assert all(re.fullmatch(r"step-\d{8}", p.name) for p in (run_dir / "checkpoints").iterdir())
+    assert len(list((run_dir / "checkpoints").iterdir())) == 3
+    report = published.report
+    assert report["gate"]["passed"] is True
+    assert set(report["test"]) >= {
+        "accuracy", "macro_f1", "per_class", "confusion_matrix", "loss", "calibration_error",
+    }  # fmt: skip
+    assert sum(map(sum, report["test"]["confusion_matrix"])) == report["test"]["rows"]
+
+
+def test_manifest_describes_every_file(published):
+    version_dir = published.model_dir / "1"
+    manifest = Manifest.read(version_dir)
+    manifest.check_files(version_dir)
+    assert manifest.files == list_files(version_dir)
+    assert set(manifest.files) | {MANIFEST} == {
+        str(p.relative_to(version_dir)) for p in version_dir.rglob("*") if p.is_file()
+    }
+    assert {
+        "saved_model.pb", "variables/variables.index", "assets.extra/tf_serving_warmup_requests", "onnx/model.onnx",
+        "onnx/model.text.onnx", "tokenizer.model",
+    } <= set(manifest.files)  # fmt: skip
+    assert (manifest.name, manifest.version, manifest.labels) == ("tiny", 1, LABELS)
+    assert (manifest.max_length, manifest.pad_id) == (16, 0)
+    assert manifest.metrics == published.report["test"]
+    assert {"saved_model", "onnx/model.onnx", "onnx/model.text.onnx"} <= set(manifest.parity)
+    assert manifest.job == json.loads((published.run_dir / "job.json").read_text())
+    assert {"tensorflow", "keras", "tf2onnx", "onnx", "sentencepiece"} <= set(manifest.packages)
+
+
+def test_summary_names_what_was_made(published, resumed):
+    lines = dict(line.split(maxsplit=1) for line in resumed[3].stdout.splitlines())
+    assert set(lines) == {"data", "test", "gate", "artifacts", "parity", "published"}
+    assert lines["published"].endswith("models/tiny/1")
+    assert f"accuracy {published.report['test']['accuracy']:.4f}" in lines["test"]
+
+
+def test_second_run_does_nothing_and_needs_no_tensorflow(published):
+    before = snapshot(published.run_dir), snapshot(published.model_dir)
+    found = run_python(_WITHOUT_TENSORFLOW, published.file)
+    assert found == {"code": 0}
+    done = published.run()
+    assert done.code == 0
+    assert "nothing to do" in done.stderr
+    assert (snapshot(published.run_dir), snapshot(published.model_dir)) == before
+
+
+def test_settings_that_do_not_shape_the_weights_make_no_new_run(published):
+    before = contents(published.model_dir)
+    done = published.run("--set", "training.keep_checkpoints=7", "--set", "publish.keep_versions=9")
+    assert done.code == 0, done.stderr
+    assert "nothing to do" in done.stderr
+    assert contents(published.model_dir) == before
+    assert published.run().code == 0  # job.json says again what the file says
+
+
+def test_stages_one_by_one_make_what_run_makes(published, tmp_path):
+    job = copy_trained(published, tmp_path)
+    for command in ("prepare", "train", "evaluate", "export"):
+        done = job.run(command=command)
+        assert done.code == 0, done.stderr
+    assert job.versions == []
+    assert (job.run_dir / "candidate" / MANIFEST).is_file()
+    assert Manifest.read(job.run_dir / "candidate").version == 1
+
+    # A damaged candidate is refused, and nothing of it is published.
+    onnx_file = job.run_dir / "candidate" / "onnx" / "model.onnx"
+    good = onnx_file.read_bytes()
+    onnx_file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    done = job.run(command="publish")
+    assert done.code == 1
+    assert str(job.run_dir / "candidate") in done.error
+    assert "python -m pipeline export" in done.error
+    assert job.versions == []
+    onnx_file.write_bytes(good)
+
+    shutil.copytree(job.run_dir / "candidate", tmp_path / "kept")
+    done = job.run(command="publish")
+    assert done.code == 0, done.stderr
+    assert job.versions == ["1"]
+    assert job.leftovers() == []
+    assert Manifest.read(job.model_dir / "1").metrics == Manifest.read(published.model_dir / "1").metrics
+
+    # Killed right after the rename: it is not published twice.
+    shutil.copytree(tmp_path / "kept", job.run_dir / "candidate")
+    shutil.rmtree(job.model_dir)
+    (job.run_dir / "published.json").unlink()
+    script = tmp_path / "killed.py"
+    script.write_text(_KILLED_AFTER_THE_RENAME)
+    assert run_script(script, job.file).code == 9
+    assert job.versions == ["1"]
+    assert job.leftovers() == [job.run_dir / "candidate"]
+    done = job.run()
+    assert (done.code, "nothing to do" in done.stderr) == (0, True)
+    assert job.versions == ["1"]
+    assert job.leftovers() == []
+
+
+@pytest.mark.parametrize(("command", "first"), [("train", "prepare"), ("export", "evaluate"), ("publish", "evaluate")])
+def test_stage_without_the_one_before_names_it(tmp_path, command, first):
+    job = make_job(tmp_path)
+    done = job.run(command=command)
+    assert done.code == 1
+    assert f"python -m pipeline {first}" in done.error
+    assert not job.run_dir.exists()
+
+
+def test_evaluate_before_train_and_publish_before_export(published, tmp_path):
+    job = copy_trained(published, tmp_path / "prepared", keep=["data"])
+    done = job.run(command="evaluate")
+    assert (done.code, "python -m pipeline train" in done.error) == (1, True)
+    job = copy_trained(published, tmp_path / "evaluated", keep=["data", "evaluation"])
+    done = job.run(command="publish")
+    assert (done.code, "python -m pipeline export" in done.error) == (1, True)
+    assert job.versions == []
+
+
+# The gate.
+
+
+def test_value_below_the_minimum_is_refused_and_not_trained_again(published, tmp_path):
+    job = copy_trained(published, tmp_path, evaluation={"min_value": 0.999})
+    before = contents(job.run_dir / "checkpoints"), (job.run_dir / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        done = job.run()
+        assert done.code == 4
+        assert "below evaluation.min_value 0.999" in done.last_line
+        assert str(job.run_dir / "evaluation" / "report.json") in done.last_line
+        assert not job.model_dir.exists()
+        assert job.leftovers() == []
+        gate = job.report["gate"]
+        assert gate["passed"] is False
+        assert "evaluation.min_value" in gate["reasons"][0]
+        assert gate["value"] == job.report["test"]["accuracy"] < 0.999
+    assert (contents(job.run_dir / "checkpoints"), (job.run_dir / "metrics.jsonl").read_bytes()) == before
+    # A lower minimum needs no training either.
+    done = job.run("--set", "evaluation.min_value=0.5", command="evaluate")
+    assert done.code == 0, done.stderr
+
+
+def test_worse_model_is_refused_and_let_pass_by_max_regression(published, tmp_path):
+    job = copy_trained(published, tmp_path)
+    shutil.copytree(published.model_dir, job.model_dir)
+    live = snapshot(job.model_dir)
+    worse = ("--set", "training.learning_rate=1e-9", "--set", "training.epochs=1")
+    done = job.run("--fresh", *worse)
+    assert done.code == 4, done.stderr
+    assert "live version 1" in done.last_line
+    assert "max_regression" in done.last_line
+    assert snapshot(job.model_dir) == live
+    gate = job.report["gate"]
+    assert gate["live"]["version"] == 1
+    assert gate["live"]["value"] > gate["value"]
+    assert (job.run_dir.parent / "tiny.previous" / "metrics.jsonl").is_file()
+
+    done = job.run(*worse, "--set", "evaluation.max_regression=1.0")
+    assert done.code == 0, done.stderr
+    assert job.versions == ["1", "2"]
+    assert contents(job.model_dir / "1") == contents(published.model_dir / "1")
+    Manifest.read(job.model_dir / "2").check_files(job.model_dir / "2")
+
+
+def test_new_data_makes_a_new_run_and_the_next_version(published, tmp_path):
+    """More rows, and a label that the live version does not know."""
+    job = copy_trained(published, tmp_path, training={"epochs": 3})
+    shutil.copytree(published.model_dir, job.model_dir)
+    shutil.copy2(published.run_dir / "published.json", job.run_dir)
+    extra = [(f"unclear undecided {text}", "unknown") for text, _ in make_rows(120, seed=5)]
+    make_job(tmp_path, make_rows(480) + extra)
+    done = job.run()
+    assert done.code == 0, done.stderr
+    assert "starting a new run (new data)" in done.stderr
+    assert job.versions == ["1", "2"]
+    assert contents(job.model_dir / "1") == contents(published.model_dir / "1")
+    assert Manifest.read(job.model_dir / "2").labels == ["bad", "good", "unknown"]
+    assert job.report["gate"]["live"]["version"] == 1
+    assert (job.run_dir.parent / "tiny.previous" / "best").is_dir()
+    assert job.leftovers() == []
+
+
+# A job that was changed.
+
+
+def test_changed_job_is_refused_while_its_run_is_unfinished(published, tmp_path):
+    job = copy_trained(published, tmp_path)
+    before = contents(job.run_dir)
+    changes = ("--set", "training.learning_rate=0.02", "--set", "model.num_layers=2")
+    done = job.run(*changes)
+    assert done.code == 2
+    assert "training.learning_rate: 0.01 -> 0.02" in done.error
+    assert "model.num_layers: 1 -> 2" in done.error
+    assert "--fresh" in done.error
+    assert contents(job.run_dir) == before
+
+    # Nor does a single stage go on from checkpoints of other settings.
+    done = job.run(*changes, command="train")
+    assert done.code == 2
+    assert "--fresh" in done.last_line
+    assert contents(job.run_dir) == before
+
+    done = job.run(*changes, "--fresh", command="prepare")
+    assert done.code == 0, done.stderr
+    previous = job.run_dir.parent / "tiny.previous"
+    assert contents(previous) == before
+    assert not (job.run_dir / "checkpoints").exists()
+
+
+def test_unknown_stage_of_the_command_line_leaves_no_trace(tmp_path):
+    done = run_pipeline("deploy", tmp_path / "job.toml")
+    assert done.code == 2
+    assert "'deploy'" in done.error
+    assert list(tmp_path.iterdir()) == []
