@@ -101,7 +101,8 @@ def _in_fresh_process(runtime, version_dir, cases):
     if done.returncode or parity is None:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise VerificationError(
-            f"exported artifacts could not be checked with {runtime} and were deleted: exit code {done.returncode}, {last}"
+            f"exported artifacts could not be checked with {runtime} and were deleted: "
+            f"exit code {done.returncode}, {last}"
         )
     return parity
 
@@ -154,9 +155,10 @@ def _check_saved_model(version_dir, cases):
     serving_signature = loaded.signatures[SERVING_SIGNATURE]
     comparison = _Comparison()
     for case, token_ids, logits in _id_cases(cases):
-        answer = ids_signature(token_ids=tf.constant(token_ids))
-        comparison.add(f"{case} logits", answer[LOGITS], logits)
-        comparison.add(f"{case} probabilities", answer[PROBABILITIES], softmax(logits))
+        for signature in (ids_signature,) if has_text else (ids_signature, serving_signature):
+            answer = signature(token_ids=tf.constant(token_ids))
+            comparison.add(f"{case} logits", answer[LOGITS], logits)
+            comparison.add(f"{case} probabilities", answer[PROBABILITIES], softmax(logits))
     if has_text:
         texts, logits = _text_cases(cases)
         for case, batch, expected in _text_batches(texts, softmax(logits)):
@@ -181,7 +183,7 @@ def _check_onnx(version_dir, cases):
     manifest = Manifest.read(version_dir)
     texts, text_logits = _text_cases(cases)
     comparison = _Comparison()
-    classifier = OnnxClassifier.load(version_dir)
+    classifier = OnnxClassifier.load(version_dir)  # compares the metadata with manifest and tokenizer
     session = ort.InferenceSession(str(Path(version_dir) / ONNX_FILES["float32"]), providers=["CPUExecutionProvider"])
     for case, token_ids, logits in _id_cases(cases):
         found = session.run([LOGITS, PROBABILITIES], {TOKEN_IDS: token_ids})
@@ -212,6 +214,9 @@ def _check_onnx_text(version_dir, cases):
     for case, batch, expected in _text_batches(texts, softmax(logits)):
         found = session.run([PROBABILITIES], {TEXT: np.array(batch, object)})[0]
         comparison.add(f"{case} probabilities", found, expected)
+    ids_graph = ort.InferenceSession(str(Path(version_dir) / ONNX_FILES["float32"]), providers=["CPUExecutionProvider"])
+    same = session.get_modelmeta().custom_metadata_map == ids_graph.get_modelmeta().custom_metadata_map
+    comparison.require("metadata", same, f"differs from that of {ONNX_FILES['float32']}")
     return {ONNX_TEXT: comparison.result()}
 
 

@@ -45,11 +45,6 @@ def sequential_plan(lengths, batch_tokens):
     return _cut(np.argsort(-lengths, kind="stable"), lengths, batch_tokens)
 
 
-def num_steps(lengths, batch_tokens, seed, epochs):
-    """Returns the number of batches of the epochs 0 to `epochs` - 1 together."""
-    return sum(len(epoch_plan(lengths, batch_tokens, seed, epoch)) for epoch in range(epochs))
-
-
 def _cut(order, lengths, batch_tokens):
     """Cuts `order` into the longest runs whose rows * longest row is at most `batch_tokens`."""
     lengths = lengths[order]

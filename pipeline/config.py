@@ -98,6 +98,7 @@ class TrainingConfig(_Section):
     checkpoint_every_steps: Count = 0  # 0: by time and at each epoch's end only
     keep_checkpoints: Positive = 3
     patience: Count = 3  # evaluations without improvement; 0 = off
+    subword_regularization: Fraction = 0.0  # chance that a piece is split in two, anew each epoch; 0 = off
     log_every_steps: Positive = 10
 
 

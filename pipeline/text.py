@@ -158,6 +158,16 @@ class Tokenizer:
         return self._processor.get_piece_size()
 
     @property
+    def pieces(self):
+        """The string of each piece in the order of the ids; None for those that no text is spelled with by itself.
+
+        Such are PAD, UNK, other control symbols, unused pieces and single bytes.
+        """
+        p = self._processor
+        spelled = [not (p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i)) for i in range(len(p))]
+        return [p.id_to_piece(i) if spelled[i] else None for i in range(len(p))]
+
+    @property
     def sha256(self):
         """SHA-256 of the model's bytes as 64 hex digits."""
         return hashlib.sha256(self.model).hexdigest()

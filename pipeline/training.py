@@ -10,13 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from pipeline import checkpoint, dataset, evaluation
-from pipeline.batches import epoch_plan, num_steps, sequential_plan
+from pipeline.batches import epoch_plan, sequential_plan
 from pipeline.checkpoint import BEST, CHECKPOINTS, Progress
 from pipeline.classifier import build_classifier
+from pipeline.contract import TOKENIZER_MODEL
 from pipeline.errors import Interrupted, JobError, TrainingError
 from pipeline.files import remove_staged
 from pipeline.optimization import build_optimizer, compile_predict, compile_train_step, learning_rate
 from pipeline.record import Record
+from pipeline.subwords import PieceSplitter
+from pipeline.text import Tokenizer
 
 
 def train(job, run_dir, key, console):
@@ -98,13 +101,16 @@ class _Trainer:
         self.labels = dataset.load_labels(data_dir)
         self.train_split = dataset.Split.load(data_dir, "train")
         self.validation_split = dataset.Split.load(data_dir, "validation")
-        vocab_size = dataset.load_report(data_dir)["vocab_size"]
+        tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
         training = job.training
-        self.model = build_classifier(job.model, vocab_size, len(self.labels), seed=job.seed, dtype=training.precision)
+        self.splitter = PieceSplitter(tokenizer) if training.subword_regularization else None
+        self.model = build_classifier(
+            job.model, tokenizer.vocab_size, len(self.labels), seed=job.seed, dtype=training.precision
+        )
         self.optimizer = build_optimizer(self.model, training)
         self.train_step = compile_train_step(self.model, self.optimizer, training.clip_norm)
         self.predict = compile_predict(self.model)
-        self.steps = num_steps(self.train_split.lengths, training.batch_tokens, job.seed, training.epochs)
+        self.steps = sum(len(self._epoch(epoch)[1]) for epoch in range(training.epochs))
         self.progress = Progress()
         self.saved_at = time.monotonic()
 
@@ -118,24 +124,32 @@ class _Trainer:
         self.record = Record(self.run_dir, self.progress.metrics_bytes)
         with self.record, self.console.training(self.steps) as bar:
             while not self.progress.finished:
-                plan = epoch_plan(self.train_split.lengths, training.batch_tokens, self.job.seed, self.progress.epoch)
+                split, plan = self._epoch(self.progress.epoch)
                 self._start_clock()
                 try:
                     for batch in range(self.progress.batch, len(plan)):
                         stop.check()
-                        self._train_batch(plan[batch], bar)
+                        self._train_batch(split, plan[batch], bar)
                         self._save_if_due(is_last=batch + 1 == len(plan))
                     self._end_epoch(stop, bar)
                 except Interrupted:
                     self._save()
                     raise
 
-    def _train_batch(self, rows, bar):
+    def _epoch(self, epoch):
+        """Returns the rows of an epoch and their batches; a pure function of the seed and the epoch."""
+        split, training, seed = self.train_split, self.job.training, self.job.seed
+        if self.splitter:
+            rate, max_length = training.subword_regularization, self.job.model.max_length
+            split = self.splitter.split(split, rate, max_length, seed, epoch)
+        return split, epoch_plan(split.lengths, training.batch_tokens, seed, epoch)
+
+    def _train_batch(self, split, rows, bar):
         training = self.job.training
         step, epoch = self.progress.step, self.progress.epoch
-        token_ids = self.train_split.token_ids(rows)
+        token_ids = split.token_ids(rows)
         rate = learning_rate(step, self.steps, training.learning_rate, training.warmup_ratio)
-        loss, gradient_norm = self.train_step(token_ids, self.train_split.labels[rows], np.float32(rate))
+        loss, gradient_norm = self.train_step(token_ids, split.labels[rows], np.float32(rate))
         loss, gradient_norm = float(loss), float(gradient_norm)
         self._require_finite(loss, gradient_norm, rows)
         self.progress = dataclasses.replace(self.progress, step=step + 1, batch=self.progress.batch + 1)

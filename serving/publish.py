@@ -41,8 +41,8 @@ def check_gate(config, metrics, model_dir, texts, gold, labels):
         drop = value - live["value"] if name == "loss" else live["value"] - value
         if drop > config.max_regression:
             reasons.append(
-                f"test {name} {value:.4f} is worse than {live['value']:.4f} of live version {live['version']} on the same "
-                f"rows by more than evaluation.max_regression {config.max_regression}"
+                f"test {name} {value:.4f} is worse than {live['value']:.4f} of live version {live['version']} on the "
+                f"same rows by more than evaluation.max_regression {config.max_regression}"
             )
     return {
         "passed": not reasons,

@@ -87,11 +87,6 @@ def test_batch_mates_change_from_epoch_to_epoch():
     assert (together * (together - 1)).sum() / (size * (size - 1)).sum() < 0.1
 
 
-def test_num_steps_counts_every_epochs_plan():
-    expected = sum(len(batches.epoch_plan(REALISTIC, 4096, 17, epoch)) for epoch in range(3))
-    assert batches.num_steps(REALISTIC, 4096, 17, 3) == expected
-
-
 def test_derive_seed_is_blake2b_of_seed_and_name():
     # python3 -c "import hashlib; print(hashlib.blake2b(b'17/batches/1', digest_size=4).hexdigest())"
     assert derive_seed(17, "batches/1") == 0x4035F662

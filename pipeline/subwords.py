@@ -1,0 +1,67 @@
+"""Subword regularization: pieces split at random, anew each epoch, so that few texts teach more.
+
+The idea is Kudo's (2018, "Subword Regularization"); the way is BPE-dropout's (Provilkov et al. 2020): a piece of the
+best segmentation is replaced by two pieces that spell it. SentencePiece's own sampler is not used: with one seed it
+answers differently from process to process (0.2.3), so a resumed run would not be the same run.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from pipeline.seeds import derive_seed
+
+
+class PieceSplitter:
+    """Knows every way to spell a piece of a vocabulary by two others.
+
+    Args:
+        tokenizer: a `pipeline.text.Tokenizer`.
+    """
+
+    def __init__(self, tokenizer):
+        pieces = tokenizer.pieces
+        index = {piece: i for i, piece in enumerate(pieces) if piece is not None}
+        pairs = [[] for _ in pieces]
+        for piece, i in index.items():
+            halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+            pairs[i] = [(index[a], index[b]) for a, b in halves if a in index and b in index]
+        # The pairs of piece i are rows starts[i] to starts[i] + counts[i] of one flat table.
+        self._counts = np.array([len(p) for p in pairs], np.int64)  # [V]
+        self._starts = np.cumsum(self._counts) - self._counts  # [V]
+        self._pairs = np.array([pair for p in pairs for pair in p], np.int32).reshape(-1, 2)
+
+    def split(self, split, rate, max_length, seed, epoch):
+        """Returns the rows of one epoch.
+
+        Every piece that can be is split with probability `rate`, and each half once more; rows that grow beyond
+        `max_length` are cut at the end.
+
+        Args:
+            split: a `pipeline.dataset.Split`, left as it is.
+            rate: probability in [0, 1]; with 0 the rows stay the same.
+            max_length: longest row, in tokens.
+            seed: the job's seed.
+            epoch: number of the epoch.
+
+        Returns:
+            A `Split` in memory; a pure function of the arguments.
+        """
+        rng = np.random.Generator(np.random.PCG64(derive_seed(seed, f"subwords/{epoch}")))
+        tokens, offsets = np.asarray(split.tokens), split.offsets
+        may_split = np.ones(len(tokens), bool)
+        for _ in range(2):
+            tokens, offsets, may_split = self._split_once(tokens, offsets, may_split, rate, rng)
+        lengths = np.diff(offsets)
+        kept = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths) < max_length
+        offsets = np.concatenate([[0], np.cumsum(np.minimum(lengths, max_length))])
+        return dataclasses.replace(split, tokens=tokens[kept], offsets=offsets)
+
+    def _split_once(self, tokens, offsets, may_split, rate, rng):
+        chosen = may_split & (rng.random(len(tokens)) < rate) & (self._counts[tokens] > 0)
+        pair = self._starts[tokens] + (rng.random(len(tokens)) * self._counts[tokens]).astype(np.int64)
+        ends = np.cumsum(1 + chosen)  # where each token's one or two pieces end
+        halves = np.repeat(chosen, 1 + chosen)
+        pieces = np.repeat(tokens, 1 + chosen)
+        pieces[halves] = self._pairs[pair[chosen]].ravel()
+        return pieces, np.concatenate([[0], ends])[offsets], halves
