@@ -117,7 +117,6 @@ class _Trainer:
     # The loop, in the order things happen.
 
     def run(self, stop):
-        training = self.job.training
         self._restore()
         if self.progress.finished:
             return

@@ -8,6 +8,7 @@ from pipeline.dataset import Split
 from pipeline.subwords import PieceSplitter
 from pipeline.text import Tokenizer, train_tokenizer
 
+
 def make_texts(count=400):
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(["ba", "do", "ku", "mi", "ra", "st"], rng.integers(1, 5))) for _ in range(120)]
