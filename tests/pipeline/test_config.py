@@ -6,7 +6,7 @@ import pytest
 from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
 from pipeline.errors import JobError
 
-# The table of the contract, and log_every_steps.
+# The table of the contract, and our log_every_steps and subword_regularization.
 DEFAULTS = """
 name = "movie-reviews"
 seed = 17
@@ -45,6 +45,7 @@ checkpoint_every_steps = 0
 keep_checkpoints = 3
 patience = 3
 log_every_steps = 10
+subword_regularization = 0.0
 [evaluation]
 metric = "accuracy"
 min_value = 0.0

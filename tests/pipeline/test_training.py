@@ -367,3 +367,14 @@ def test_checkpoints_of_another_key_are_refused(whole, run_dir):
     with pytest.raises(JobError, match="holds the training of another job or of other data"):
         training.train(job, run_dir, "another key", Stub())
     assert_same_arrays(last(run_dir).arrays, last(other).arrays)
+
+
+def test_resume_is_exact_with_subword_regularization(data_file, tmp_path):
+    job = make_job(data_file, subword_regularization=0.3)
+    for run_dir in (tmp_path / "whole", tmp_path / "stopped"):
+        dataset.prepare(job, run_dir / "data")
+    training.train(job, tmp_path / "whole", KEY, Stub())
+    with pytest.raises(Interrupted):
+        training.train(job, tmp_path / "stopped", KEY, Stub(stop_at(last(tmp_path / "whole").progress.step // 2)))
+    training.train(job, tmp_path / "stopped", KEY, Stub())
+    assert_same_arrays(last(tmp_path / "stopped").arrays, last(tmp_path / "whole").arrays)
