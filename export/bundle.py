@@ -103,6 +103,7 @@ def _write_artifacts(job, directory, model, version, labels, tokenizer, texts):
     write_warmup(directory, job.name, batches, token_ids, export.text_signature)
     metadata = make_metadata(job.name, version, labels, max_length, tokenizer.sha256)
     graph = convert(model, export.opset, metadata)
+    (directory / "assets").mkdir(exist_ok=True)  # TensorFlow leaves it out when it is empty
     for file in (*ONNX_FILES.values(), ONNX_TEXT):
         (directory / file).parent.mkdir(exist_ok=True)
     onnx.save(graph, directory / ONNX_FILES["float32"])

@@ -57,6 +57,7 @@ class _Servable(tf.Module):
 
         @tf.function(input_signature=[tf.TensorSpec([None], tf.string, TEXT)])
         def classify_text(text):
+            text = tf.strings.regex_replace(text, r"\x00", " ")  # as pipeline.text does
             rows = self.tokenizer.tokenize(text)[:, :max_length]  # ragged [B, T]
             token_ids = rows.to_tensor(PAD_ID)
             # At least one position, as everywhere: a batch of empty texts has length 0 here.

@@ -17,6 +17,8 @@ def _on_early_signal(number, frame):
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _on_early_signal)
-    from pipeline.commands import main
-
+    try:
+        from pipeline.commands import main
+    except ModuleNotFoundError as e:
+        sys.exit(f"error: {e}. Install what training needs: pip install '.[train]', or `make venv` in a checkout.")
     sys.exit(main())

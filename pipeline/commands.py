@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import tempfile
 import traceback
 from typing import Annotated
 
@@ -89,7 +90,7 @@ def _execute(stage, path, overrides, debug, fresh=False):
         if debug:
             traceback.print_exc()
         # What a signal raised may have been caught on its way, and reported as an error of another kind.
-        sys.exit(_report(interruptions[0] if interruptions else e, console))
+        sys.exit(_report(interruptions[0] if interruptions else e, console, path))
     _ignore_signals()
 
 
@@ -99,15 +100,17 @@ def _ignore_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
-def _report(error, console):
+def _report(error, console, path):
     if isinstance(error, PipelineError):
         console.error(str(error))
         return error.exit_code
-    if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename else ""
-        console.error(f"{place}{error.strerror}. Check the path, its permissions and the room on the disk.")
+    if isinstance(error, OSError):
+        # Python names no file when a write fails: it is one of those that the job writes.
+        place = error.filename or f"a file under the work_dir of {path} or in {tempfile.gettempdir()}"
+        console.error(f"{place}: {error.strerror or error}. Check the path, its permissions and the room on the disk.")
         return 1
-    console.error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
+    # Some libraries' messages run over pages.
+    console.error(f"unexpected {type(error).__name__}: {str(error)[:300]}. Run again with --debug for the traceback.")
     return 1
 
 

@@ -18,15 +18,25 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
 
+def _check_path(value):
+    if value == "" or "\0" in value or isinstance(value, list) and not all(map(_check_path, value)):
+        raise ValueError("must name a file or directory")
+    return value
+
+
+PathText = Annotated[str, pydantic.AfterValidator(_check_path)]
+Files = Annotated[str | list[str], pydantic.AfterValidator(_check_path)]
+
+
 class _Section(pydantic.BaseModel):
     # Strict: "3" is no number and 1 is no boolean, so that a slip in the file is seen and not guessed at.
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class DataConfig(_Section):
-    train: str | list[str]  # file, list or glob; .csv .tsv .jsonl .parquet, .gz of the text forms
-    validation: str | list[str] = ""  # empty: validation_fraction of train, by content hash
-    test: str | list[str] = ""
+    train: Files  # file, list or glob; .csv .tsv .jsonl .parquet, .gz of the text forms
+    validation: Files | Literal[""] = ""  # empty: validation_fraction of train, by content hash
+    test: Files | Literal[""] = ""
     text_column: str = "text"
     label_column: str = "label"
     validation_fraction: Fraction = 0.1
@@ -40,7 +50,7 @@ class DataConfig(_Section):
                 f"Received: text_column={self.text_column!r}, label_column={self.label_column!r}"
             )
         if not self.train:
-            raise ValueError("data.train must name at least one file. Received: train=" + repr(self.train))
+            raise ValueError(f"data.train must name at least one file. Received: train={self.train!r}")
         for split in ("validation", "test"):
             fraction = getattr(self, f"{split}_fraction")
             if not getattr(self, split) and fraction == 0:
@@ -57,18 +67,19 @@ class DataConfig(_Section):
 
 
 class TokenizerConfig(_Section):
-    vocab_size: Annotated[int, Field(ge=8)] = 8000
-    model_file: str = ""  # bring your own SentencePiece model
+    vocab_size: Annotated[int, Field(ge=8, le=1_000_000)] = 8000
+    model_file: PathText | Literal[""] = ""  # bring your own SentencePiece model
 
 
 class ModelConfig(_Section):
-    d_model: Positive = 256
+    # The upper limits are far above what trains; they catch a slip before it asks for terabytes.
+    d_model: Annotated[int, Field(ge=1, le=16_384)] = 256
     num_heads: Positive = 8
-    d_ff: Positive = 768
-    num_layers: Positive = 4
+    d_ff: Annotated[int, Field(ge=1, le=65_536)] = 768
+    num_layers: Annotated[int, Field(ge=1, le=256)] = 4
     dropout: Fraction = 0.1
     head_dropout: Fraction = 0.2
-    max_length: Annotated[int, Field(ge=2)] = 256  # tokens; longer texts are cut at the end
+    max_length: Annotated[int, Field(ge=2, le=65_536)] = 256  # tokens; longer texts are cut at the end
     pooling: Literal["mean"] = "mean"
     position: Literal["sinusoidal"] = "sinusoidal"
 
@@ -87,8 +98,8 @@ class ModelConfig(_Section):
 
 
 class TrainingConfig(_Section):
-    epochs: Positive = 10
-    batch_tokens: Positive = 4096  # padded tokens in a batch
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 10
+    batch_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 4096  # padded tokens in a batch
     learning_rate: Annotated[float, Field(gt=0.0)] = 3e-4
     warmup_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # share of all steps
     weight_decay: Annotated[float, Field(ge=0.0)] = 1e-2
@@ -128,7 +139,7 @@ class ExportConfig(_Section):
 
 
 class PublishConfig(_Section):
-    base_path: str = "models"  # versions go to base_path/name/N
+    base_path: PathText = "models"  # versions go to base_path/name/N
     keep_versions: Positive = 5
 
 
@@ -137,7 +148,7 @@ class JobConfig(_Section):
 
     name: str
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 17
-    work_dir: str = "runs"
+    work_dir: PathText = "runs"
     data: DataConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelConfig = ModelConfig()
@@ -149,8 +160,8 @@ class JobConfig(_Section):
     @pydantic.field_validator("name")
     @classmethod
     def _name(cls, name):
-        if not JOB_NAME.fullmatch(name):
-            raise ValueError(f"name must match [a-z0-9-]+. Received: name={name!r}")
+        if not JOB_NAME.fullmatch(name) or len(name) > 100:
+            raise ValueError(f"name must match [a-z0-9-]+ and have at most 100 characters. Received: name={name!r}")
         return name
 
     @property
@@ -182,12 +193,12 @@ def load_job(path, overrides=()):
         JobError: the file cannot be read, a key is unknown or a value is out of its range.
     """
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, RecursionError) as e:
+        raise JobError(f"job file {path} is not valid TOML: {e}.") from e
+    except (OSError, ValueError) as e:
         reason = getattr(e, "strerror", None) or e
         raise JobError(f"cannot read job file {path}: {reason}. Give the path of a TOML job file.") from e
-    except tomllib.TOMLDecodeError as e:
-        raise JobError(f"job file {path} is not valid TOML: {e}.") from e
     for override in overrides:
         _apply_override(values, override)
     try:
@@ -217,7 +228,7 @@ def differences(old, new, prefix=""):
 def _apply_override(values, override):
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")
-    if not separator or not all(keys):
+    if not separator or not all(keys) or override != override.encode("utf-8", "replace").decode():
         raise JobError(f"--set needs section.key=value. Received: {override!r}")
     for key in keys[:-1]:
         values = values.setdefault(key, {})
@@ -225,7 +236,7 @@ def _apply_override(values, override):
             raise JobError(f"--set {path.strip()}: {key!r} is a value, not a section.")
     try:
         value = tomllib.loads("value = " + text)["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text.strip()  # a bare word, as in --set name=reviews
     if not isinstance(value, str) and _is_text(keys):
         value = text.strip()
@@ -254,7 +265,10 @@ def _describe(error):
     if error["type"] == "missing":
         return f"key {key!r} is missing. Add it; the README lists every key with its meaning."
     if error["type"] == "value_error":
-        return str(error["ctx"]["error"]) + "."
+        message = str(error["ctx"]["error"])
+        if "Received:" not in message:
+            message = f"{key} {message}. Received: {keys[-1]}={error['input']!r}"
+        return f"{message}."
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{key!r} must be a section [{key}]. Received: {key}={error['input']!r}."
     message = error["msg"][0].lower() + error["msg"][1:]

@@ -1,6 +1,8 @@
 """What a command shows: a progress bar on a terminal, plain lines in a log file; always on stderr."""
 
 import contextlib
+import os
+import sys
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,7 +28,10 @@ class Console:
 
     def result(self, line):
         """Prints one line of the command's result on stdout."""
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError:  # nobody reads the summary; the work it tells of is done
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or Python's exit tries again, and fails
 
     @contextlib.contextmanager
     def training(self, steps):

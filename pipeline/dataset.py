@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config import fingerprint
-from pipeline.contract import PAD_ID, TOKENIZER_MODEL, UNK_ID, sha256_file
+from pipeline.contract import PAD_ID, TOKENIZER_MODEL, UNK_ID, list_files, sha256_file
 from pipeline.errors import DataError
 from pipeline.files import read_json, staged_directory, write_json
 from pipeline.reading import file_form, find_files, join_some, read_table
@@ -66,8 +66,8 @@ def prepare(job, data_dir):
         JobError: the tokenizer's settings do not suit the data.
     """
     data_dir, key = Path(data_dir), data_fingerprint(job)
-    stored = read_json(data_dir / REPORT)
-    if isinstance(stored, dict) and stored.get("fingerprint") == key:
+    stored = prepared(data_dir, key)
+    if stored is not None:
         return stored
     data = job.data
     sources = {s: read_table(getattr(data, s), data.text_column, data.label_column) for s in SPLITS if getattr(data, s)}
@@ -91,10 +91,22 @@ def prepare(job, data_dir):
             for name, split in splits.items()
         }
         report["warnings"] = _warnings(report)
+        report["files"] = list_files(staged)
         write_json(staged / REPORT, report)
         if data_fingerprint(job) != key:
             raise DataError("the input files changed while they were read. Run it again when they are complete.")
     return report
+
+
+def prepared(data_dir, key):
+    """Returns the report of a `data_dir` that was made from inputs of fingerprint `key` and is whole, else None."""
+    data_dir = Path(data_dir)
+    report = read_json(data_dir / REPORT)
+    if not isinstance(report, dict) or report.get("fingerprint") != key:
+        return None
+    files = list_files(data_dir)
+    files.pop(REPORT)
+    return report if files == report.get("files") else None
 
 
 def _tokenizer(job, texts):

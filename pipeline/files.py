@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from pipeline.errors import LockHeld
+from pipeline.errors import JobError, LockHeld
 
 _STAGED = ".staged-"
 
@@ -53,6 +53,18 @@ def staged_directory(target):
             os.rename(replaced, target)
         shutil.rmtree(staged, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def require_directory(path, key):
+    """Raises JobError when `path` is no directory that can be written to, and cannot become one.
+
+    Args:
+        path: a directory that exists or will be made.
+        key: the key of the job file that an error names.
+    """
+    existing = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.lexists(p))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise JobError(f"{key}: cannot write to {path}: {existing} is no directory that can be written to.")
 
 
 def remove_staged(directory):

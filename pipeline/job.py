@@ -7,16 +7,16 @@ TensorFlow only when there is work for it, so a job that is all done, or wrong, 
 import functools
 import shutil
 
-from pipeline import checkpoint, dataset
+from pipeline import checkpoint, dataset, summary
 from pipeline.config import differences, fingerprint
-from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest, next_version
+from pipeline.contract import Manifest, next_version, versions
 from pipeline.errors import ArtifactError, JobError, PipelineError
-from pipeline.files import locked, read_json, remove_staged, write_json
+from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
 
 JOB = "job.json"
 EVALUATION = "evaluation/report.json"
 CANDIDATE = "candidate"
-PUBLISHED = "published.json"
+FRESH = "fresh.json"
 
 
 class Job:
@@ -45,6 +45,7 @@ class Job:
     def run(self):
         """Does what is left to do: prepare, train, evaluate, export, publish; prints a summary."""
         self._open_run()
+        require_directory(self.config.model_dir, "publish.base_path")
         if self._published() is None:
             self.prepare()
             self.train()
@@ -60,14 +61,14 @@ class Job:
         """Makes `data/` from the input files."""
         self._open_run()
         report = dataset.prepare(self.config, self.data_dir)
-        rows = ", ".join(f"{name} {split['rows']}" for name, split in report["splits"].items())
-        self.console.note(f"data: {rows} rows; vocabulary {report['vocab_size']}")
+        self.console.note(f"data: {summary.describe_rows(report)}; vocabulary {report['vocab_size']}")
         for line in report["warnings"]:
             self.console.warn(line)
 
     def train(self):
         """Trains, or goes on training, until the best weights are there."""
-        self._require(self.data_dir / dataset.REPORT, "fingerprint", self.data_key, "prepare")
+        if dataset.prepared(self.data_dir, self.data_key) is None:
+            raise self._missing("data", "prepare")
         if checkpoint.finished_best(self.run_dir, self.train_key) is not None:
             return
         self._start_tensorflow()
@@ -83,13 +84,14 @@ class Job:
         gate, test = self._ask_gate(report), report["test"]
         self.console.note(
             f"test: accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}, "
-            f"calibration error {test['calibration_error']:.4f}; {_describe_gate(gate)}"
+            f"calibration error {test['calibration_error']:.4f}; gate {summary.describe_gate(gate)}"
         )
 
     def export(self):
         """Builds and verifies the candidate version."""
         report = self._require_evaluated()
-        if self._candidate() is not None:
+        if self._published() is not None or self._candidate() is not None:
+            self.console.note("nothing to do: this job's version is there")
             return
         self._start_tensorflow()
         from export.bundle import build_candidate
@@ -108,6 +110,9 @@ class Job:
         from serving.publish import publish
 
         report = self._require_evaluated()
+        if self._published() is not None:
+            self.console.note("nothing to do: this job's version is published")
+            return
         manifest = self._candidate()
         if manifest is None:
             raise ArtifactError(
@@ -115,12 +120,8 @@ class Job:
                 "Run `python -m pipeline export` first."
             )
         self._ask_gate(report)  # the live version may be another one by now
-        target = self.config.model_dir / str(manifest.version)
-        # Before the rename, and believed only once that version is there: a kill in between publishes nothing twice.
-        write_json(
-            self.run_dir / PUBLISHED, {"export_key": self.export_key, "version": manifest.version, "path": str(target)}
-        )
-        publish(self.run_dir / CANDIDATE, self.config.model_dir, self.config.publish.keep_versions)
+        keep_versions = self.config.publish.keep_versions
+        target = publish(self.run_dir / CANDIDATE, self.config.model_dir, keep_versions)
         shutil.rmtree(self.run_dir / CANDIDATE)
         self.console.note(f"published {target}")
 
@@ -144,26 +145,29 @@ class Job:
     def _open_run(self):
         """Continues the run that is there, or starts a new one; an old one is set aside, not deleted."""
         self.data_key  # noqa: B018 - an input that cannot be read is found before anything is touched
-        stored = read_json(self.run_dir / JOB)
-        if stored is not None:
-            changed = differences(_identity(stored), _identity(self.config.resolved()))
-            report = read_json(self.data_dir / dataset.REPORT)
+        resolved, above_version = self.config.resolved(), None
+        if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
+            stored = _read_record(self.run_dir / JOB)
+            changed = differences(_identity(stored), _identity(resolved)) if stored else []
+            report = _read_record(self.data_dir / dataset.REPORT, "fingerprint")
             new_data = not changed and report is not None and report["fingerprint"] != self.data_key
-            if report is None and not (self.run_dir / checkpoint.CHECKPOINTS).exists():
-                changed = []  # nothing was made yet: a job that was refused may be corrected
-            if changed and not self.fresh and not self._was_trained():
+            if changed and not self.fresh and not (self.run_dir / EVALUATION).exists():
                 raise JobError(
                     f"{self.run_dir} holds an unfinished run of another job: {'; '.join(changed)}. "
                     "Undo the change to go on with it, or start over with --fresh (the old run is kept aside)."
                 )
             if changed or new_data or self.fresh:
                 self._set_aside("new data" if new_data else "a changed job" if changed else "--fresh")
-        self.fresh = False
+        if self.fresh:
+            above_version = next_version(self.config.model_dir) - 1
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for directory in (self.run_dir, (self.run_dir / EVALUATION).parent):
             remove_staged(directory)
-        if read_json(self.run_dir / JOB) != self.config.resolved():
-            write_json(self.run_dir / JOB, self.config.resolved())
+        if above_version is not None:  # an equal job that was published before does not count for this run
+            write_json(self.run_dir / FRESH, {"above_version": above_version})
+        if read_json(self.run_dir / JOB) != resolved:
+            write_json(self.run_dir / JOB, resolved)
+        self.fresh = False
 
     def _set_aside(self, reason):
         aside = self.run_dir.with_name(f"{self.run_dir.name}.previous")
@@ -171,23 +175,21 @@ class Job:
         self.run_dir.rename(aside)
         self.console.note(f"starting a new run ({reason}); the one before is in {aside}")
 
-    def _was_trained(self):
-        return (self.run_dir / EVALUATION).exists()
-
-    def _require(self, path, key, value, command):
-        stored = read_json(path)
-        if stored is None or stored[key] != value:
-            raise PipelineError(
-                f"{path} is missing or was made from other data or settings. Run `python -m pipeline {command}` first."
-            )
-        return stored
-
     def _evaluation_report(self):
-        report = read_json(self.run_dir / EVALUATION)
+        report = _read_record(self.run_dir / EVALUATION, "train_key", "test", "labels")
         return report if report is not None and report["train_key"] == self.train_key else None
 
     def _require_evaluated(self):
-        return self._require(self.run_dir / EVALUATION, "train_key", self.train_key, "evaluate")
+        report = self._evaluation_report()
+        if report is None:
+            raise self._missing(EVALUATION, "evaluate")
+        return report
+
+    def _missing(self, name, command):
+        return PipelineError(
+            f"{self.run_dir / name} is missing, damaged or made from other data or settings. "
+            f"Run `python -m pipeline {command}` first."
+        )
 
     def _candidate(self):
         """The manifest of a whole candidate of this job that can still be published, else None."""
@@ -200,15 +202,17 @@ class Job:
         return manifest if current else None
 
     def _published(self):
-        """The record of this job's published version if that is still there, else None."""
-        record = read_json(self.run_dir / PUBLISHED)
-        if record is None or record["export_key"] != self.export_key:
-            return None
-        path = self.config.model_dir / str(record["version"])
-        try:
-            return record if Manifest.read(path).export_key == self.export_key else None
-        except ArtifactError:
-            return None
+        """The path of the version that this job became, if it is there and whole, else None."""
+        floor = (_read_record(self.run_dir / FRESH, "above_version") or {"above_version": 0})["above_version"]
+        for version, path in reversed(versions(self.config.model_dir).items()):
+            try:
+                manifest = Manifest.read(path)
+                if version > floor and manifest.export_key == self.export_key:
+                    manifest.check_files(path)
+                    return path
+            except ArtifactError:
+                continue
+        return None
 
     # Work of the stages.
 
@@ -249,22 +253,16 @@ class Job:
         return gate
 
     def _summary(self):
-        report = read_json(self.run_dir / EVALUATION)
-        data = dataset.load_report(self.data_dir)
-        path = self.config.model_dir / str(self._published()["version"])
-        manifest = Manifest.read(path)
-        rows = ", ".join(f"{name} {split['rows']}" for name, split in data["splits"].items())
-        test = report["test"]
-        lines = [
-            ("data", f"{rows} rows; {len(report['labels'])} classes; vocabulary {data['vocab_size']}"),
-            ("test", f"accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}"),
-            ("gate", _describe_gate(report["gate"])),
-            ("artifacts", ", ".join(_artifacts(manifest))),
-            ("parity", "; ".join(f"{name} {_describe_parity(p)}" for name, p in manifest.parity.items())),
-            ("published", str(path)),
-        ]
-        for name, text in lines:
-            self.console.result(f"{name:>10}  {text}")
+        data = _read_record(self.data_dir / dataset.REPORT, "splits", "vocab_size")
+        report = _read_record(self.run_dir / EVALUATION, "gate")
+        for line in summary.lines(self._published(), data, report):
+            self.console.result(line)
+
+
+def _read_record(path, *keys):
+    """Returns the JSON object in `path` if it has all `keys`; None when it is missing, damaged or something else."""
+    record = read_json(path)
+    return record if isinstance(record, dict) and all(key in record for key in keys) else None
 
 
 def _identity(resolved):
@@ -276,25 +274,6 @@ def _identity(resolved):
     }
     shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}
     for section, keys in without_effect.items():
-        shaping[section] = {k: v for k, v in (shaping[section] or {}).items() if k not in keys}
+        if isinstance(shaping[section], dict):
+            shaping[section] = {k: v for k, v in shaping[section].items() if k not in keys}
     return shaping
-
-
-def _artifacts(manifest):
-    named = ("saved_model.pb", *ONNX_FILES.values(), ONNX_TEXT)
-    return [f"{file} ({manifest.files[file]['size'] / 1e6:.1f} MB)" for file in named if file in manifest.files]
-
-
-def _describe_parity(parity):
-    if "label_agreement" in parity:
-        return f"{parity['label_agreement']:.1%} of labels"
-    return f"within {parity['max_abs_difference']:.1e} in {parity['cases']} cases"
-
-
-def _describe_gate(gate):
-    if not gate["passed"]:
-        return "gate refuses"
-    limit = f"min_value {gate['min_value']}" if gate["min_value"] else "no evaluation.min_value set"
-    live = gate["live"]
-    against = f"live version {live['version']} has {live['value']:.4f}" if live else "no live version to compare with"
-    return f"gate passed ({gate['metric']} {gate['value']:.4f}; {limit}; {against})"

@@ -246,7 +246,7 @@ def _empty(path):
 def _as_text(value, place, column):
     """A cell as well-formed text; numbers as JSON writes them; null and NaN, its form in tables, become ""."""
     if isinstance(value, str):
-        return value if value.isascii() else well_formed(value)
+        return well_formed(value)
     if value is None or isinstance(value, float) and math.isnan(value):
         return ""
     if isinstance(value, (bool, int, float)):

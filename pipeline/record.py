@@ -1,5 +1,6 @@
 """The record of a training: `metrics.jsonl`, and TensorBoard's files made from it."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,18 +20,21 @@ class Record:
     Args:
         run_dir: the run directory.
         num_bytes: length of the part that holds; rows after it belong to steps that will be done again.
+        warn: called with one line when rows were lost or damaged.
     """
 
-    def __init__(self, run_dir, num_bytes):
+    def __init__(self, run_dir, num_bytes, warn):
         run_dir = Path(run_dir)
         path = run_dir / METRICS
-        rows = path.read_bytes()[:num_bytes] if path.exists() else b""
-        write_atomic(path, rows)
-        self.num_bytes = len(rows)
+        rows = _whole_rows(path.read_bytes()[:num_bytes] if path.exists() else b"")
+        if sum(map(len, rows)) != num_bytes:
+            warn(f"{path} has lost rows: {num_bytes - sum(map(len, rows))} bytes before the checkpoint are missing.")
+        write_atomic(path, b"".join(rows))
+        self.num_bytes = sum(map(len, rows))
         self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
         shutil.rmtree(run_dir / TENSORBOARD, ignore_errors=True)
         self._tensorboard = tf.summary.create_file_writer(str(run_dir / TENSORBOARD))
-        for line in rows.splitlines():
+        for line in rows:
             self._show(json.loads(line))
 
     def __enter__(self):
@@ -58,3 +62,13 @@ class Record:
                 if isinstance(value, float):
                     tf.summary.scalar(f"{row['kind']}/{name}", value)
         self._tensorboard.flush()
+
+
+def _whole_rows(data):
+    """Returns the lines of `data` that are rows, as bytes with their line ends."""
+    rows = []
+    for line in data.splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(line), dict):
+                rows.append(line)
+    return rows

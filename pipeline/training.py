@@ -120,7 +120,7 @@ class _Trainer:
         self._restore()
         if self.progress.finished:
             return
-        self.record = Record(self.run_dir, self.progress.metrics_bytes)
+        self.record = Record(self.run_dir, self.progress.metrics_bytes, self.console.warn)
         with self.record, self.console.training(self.steps) as bar:
             while not self.progress.finished:
                 split, plan = self._epoch(self.progress.epoch)

@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import sys
 import traceback
 from itertools import islice
@@ -29,6 +30,7 @@ def main(argv=None):
         The exit code: 0 done, 2 usage or wrong path, 3 bad input data, 1 anything else.
     """
     args = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # through every `finally`
     try:
         args.run(args)
         return 0
@@ -62,6 +64,8 @@ def _batch(args):
         raise JobError(f"there is no file {source}. Give --input the path of a file.")
     if not target.parent.is_dir() or (target.exists() and not target.is_file()):
         raise JobError(f"cannot write a file {target}. Give --output a path in an existing directory.")
+    if target.exists() and target.samefile(source):
+        raise JobError(f"--output must not be the input file, which it would replace. Received: --output {target}")
     classifier = _load(args)
     staged = target.with_name(f".staged-{target.name}-{os.getpid()}")
     try:
@@ -99,20 +103,26 @@ def _line_chunks(stream):
 
 def _file_chunks(path, column):
     """Yields lists of texts of a .txt, .csv or .jsonl file."""
-    if path.suffix == ".txt":
-        with open(path, "rb") as f:
-            yield from _line_chunks(f)
-    else:
-        read = {".csv": _csv_texts, ".jsonl": _jsonl_texts}[path.suffix]
-        with open(path, encoding="utf-8-sig", errors="replace", newline="") as f:
+    read = {".csv": _csv_texts, ".jsonl": _jsonl_texts, ".txt": _txt_texts}[path.suffix]
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as f:
             texts = read(f, path, column)
             while chunk := list(islice(texts, _CHUNK_TEXTS)):
                 yield chunk
+    except UnicodeDecodeError as e:
+        raise DataError(
+            f"{path}: not valid UTF-8 ({e.reason}). Convert it, e.g. iconv -f WINDOWS-1252 -t UTF-8."
+        ) from e
+
+
+def _txt_texts(f, path, column):
+    for line in f:
+        yield line.rstrip("\r\n")
 
 
 def _csv_texts(f, path, column):
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
-    reader = csv.DictReader(f)
+    reader = csv.DictReader(f, strict=True)
     try:
         if column not in (reader.fieldnames or []):
             raise DataError(
@@ -120,8 +130,11 @@ def _csv_texts(f, path, column):
                 "Name the right one with --text-column."
             )
         for row in reader:
-            if row[column] is None:
-                raise DataError(f"{path}, line {reader.line_num}: the row ends before {column!r}. Complete it.")
+            if None in row or None in row.values():
+                raise DataError(
+                    f"{path}, line {reader.line_num}: the row has more or fewer fields than the header. Complete it, "
+                    "or quote fields that hold a comma."
+                )
             yield row[column]
     except csv.Error as e:
         raise DataError(f"{path}, line {reader.line_num}: {e}.") from e
@@ -133,7 +146,7 @@ def _jsonl_texts(f, path, column):
             continue
         try:
             text = json.loads(line)[column]
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise DataError(
                 f"{path}, line {number}: must be a JSON object with the key {column!r}. Received: {line.strip()[:80]}"
             ) from e

@@ -173,8 +173,8 @@ def _open_session(path, providers, threads):
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors only
     if threads is not None:
-        if threads < 1:
-            raise JobError(f"threads must be at least 1. Received: threads={threads}")
+        if not 1 <= threads <= 1024:
+            raise JobError(f"threads must be in 1 to 1024. Received: threads={threads}")
         options.intra_op_num_threads = threads
     chosen, names = _choose_providers(providers)
     if "CUDAExecutionProvider" in names:

@@ -63,7 +63,8 @@ def _live(model_dir, texts, gold, labels, name, reasons):
     try:
         value = _measure(path, texts, gold, labels)[name]
     except ArtifactError as e:
-        reasons.append(f"live version {version} cannot be compared: {e}")
+        reason = str(e).partition(". ")[0]
+        reasons.append(f"live version {version} cannot be compared ({reason}); restore or remove {path}")
         value = None
     return {"version": version, "value": value}
 

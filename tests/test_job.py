@@ -220,7 +220,6 @@ def test_stages_one_by_one_make_what_run_makes(published, tmp_path):
     # Killed right after the rename: it is not published twice.
     shutil.copytree(tmp_path / "kept", job.run_dir / "candidate")
     shutil.rmtree(job.model_dir)
-    (job.run_dir / "published.json").unlink()
     script = tmp_path / "killed.py"
     script.write_text(_KILLED_AFTER_THE_RENAME)
     assert run_script(script, job.file).code == 9
@@ -300,7 +299,6 @@ def test_new_data_makes_a_new_run_and_the_next_version(published, tmp_path):
     """More rows, and a label that the live version does not know."""
     job = copy_trained(published, tmp_path, training={"epochs": 3})
     shutil.copytree(published.model_dir, job.model_dir)
-    shutil.copy2(published.run_dir / "published.json", job.run_dir)
     extra = [(f"unclear undecided {text}", "unknown") for text, _ in make_rows(120, seed=5)]
     make_job(tmp_path, make_rows(480) + extra)
     done = job.run()
@@ -346,3 +344,81 @@ def test_unknown_stage_of_the_command_line_leaves_no_trace(tmp_path):
     assert done.code == 2
     assert "'deploy'" in done.error
     assert list(tmp_path.iterdir()) == []
+
+
+# Damage between two runs.
+
+_WHOLE = ("data", "checkpoints", "best", "metrics.jsonl", "evaluation")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param({"evaluation/report.json": None, "data/report.json": None}, id="reports-lost"),
+        pytest.param({"evaluation/report.json": b"{}", "job.json": b"[]", "data/report.json": b"[]"}, id="other-json"),
+    ],
+)
+def test_a_published_job_is_done_whatever_happened_to_its_run_directory(published, tmp_path, damage):
+    job = copy_trained(published, tmp_path, keep=_WHOLE)
+    shutil.copytree(published.model_dir, job.model_dir)
+    _damage(job.run_dir, damage)
+    done = job.run()
+    assert (done.code, "nothing to do" in done.stderr) == (0, True), done.stderr
+    assert "published" in done.stdout
+    assert job.versions == ["1"]
+
+
+def test_a_lost_run_directory_does_not_publish_the_same_again(published, tmp_path):
+    job = make_job(tmp_path)
+    shutil.copytree(published.model_dir, job.model_dir)
+    done = job.run()
+    assert (done.code, "nothing to do" in done.stderr) == (0, True), done.stderr
+    assert job.versions == ["1"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param({"data/train/tokens.npy": None, "data/labels.json": b"{}"}, id="data"),
+        pytest.param({"data/tokenizer.model": b"", "data/test/texts.jsonl": b"x"}, id="data-cut"),
+        pytest.param({"metrics.jsonl": b'{"kind": "train", "step": 1}\n\xff\n'}, id="metrics"),
+    ],
+)
+def test_a_damaged_run_directory_heals(published, tmp_path, damage):
+    """The training is unfinished: the newest checkpoint and the evaluation are gone."""
+    job = copy_trained(published, tmp_path, keep=_WHOLE)
+    shutil.rmtree(job.run_dir / "evaluation")
+    shutil.rmtree(max((job.run_dir / "checkpoints").iterdir()))
+    _damage(job.run_dir, damage)
+    done = job.run()
+    assert done.code == 0, done.stderr
+    weights, _ = training_result(job.run_dir)
+    expected, _ = training_result(published.run_dir)
+    assert {name: a.tobytes() for name, a in weights.items()} == {name: a.tobytes() for name, a in expected.items()}
+
+
+def test_a_damaged_live_version_is_not_done(published, tmp_path):
+    job = copy_trained(published, tmp_path, keep=_WHOLE)
+    shutil.copytree(published.model_dir, job.model_dir)
+    (job.model_dir / "1" / "onnx" / "model.onnx").write_bytes(b"")
+    done = job.run()
+    assert done.code == 4
+    assert f"restore or remove {job.model_dir / '1'}" in done.stderr.splitlines()[-1]
+    assert job.versions == ["1"]
+
+
+def test_an_unusable_base_path_is_found_before_the_work(tmp_path):
+    job = make_job(tmp_path)
+    job.model_dir.parent.write_text("a file")
+    done = job.run()
+    assert done.code == 2
+    assert "publish.base_path" in done.error
+    assert not (job.run_dir / "data").exists()
+
+
+def _damage(run_dir, damage):
+    for name, content in damage.items():
+        if content is None:
+            (run_dir / name).unlink()
+        else:
+            (run_dir / name).write_bytes(content)

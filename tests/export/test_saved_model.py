@@ -153,3 +153,9 @@ def test_without_text_it_loads_without_tensorflow_text(ids_only, trained):
     assert set(answers) == {"token_ids", "serving_default"}
     for logits in answers.values():
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_nul_counts_as_a_blank(loaded):
+    serve = loaded.signatures["serving_default"]
+    found, expected = (serve(text=tf.constant([text]))["probabilities"] for text in ("good\0film", "good film"))
+    np.testing.assert_array_equal(found, expected)

@@ -280,3 +280,25 @@ def test_is_better(metric, better, worse):
     assert evaluation.is_better(better, worse)
     assert not evaluation.is_better(worse, better)
     assert not evaluation.is_better(worse, worse)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("work_dir=", "work_dir must name a file or directory. Received: work_dir=''"),
+        ("publish.base_path=a\0b", "publish.base_path must name a file or directory. Received: base_path='a\\x00b'"),
+        ("tokenizer.model_file=a\0b", "tokenizer.model_file"),
+        ('data.train=["a.csv", ""]', "data.train must name a file or directory"),
+        ("training.epochs=1000000000", "epochs=1000000000"),
+        ("model.d_model=1000000000", "d_model=1000000000"),
+        ("name=" + "a" * 300, "at most 100 characters"),
+        ("name=\udcff", "--set needs section.key=value"),
+        ("x=" + "[" * 100_000, "unknown key 'x'"),
+    ],
+)
+def test_odd_values_are_refused_by_name(refuse, override, expected):
+    assert expected in refuse(overrides=[override])
+
+
+def test_a_byte_order_mark_is_no_error(load):
+    assert load("\ufeff" + MINIMAL).name == "movie-reviews"

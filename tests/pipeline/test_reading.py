@@ -44,7 +44,7 @@ JSON_LINES = "".join(json.dumps({"text": t, "label": n}) + "\n" for t, n in zip(
         ("crlf.csv", 'text,label\r\nx,y\r\n\r\n"1\r\n2",z\r\n', (["x", "1\r\n2"], ["y", "z"])),
         ("crlf.jsonl", '{"text": "x", "label": "y"}\r\n\r\n', (["x"], ["y"])),
         ("no-line-end.csv", "text,label\nx,y", (["x"], ["y"])),
-        ("nul.csv", "text,label\na\0b,y\n", (["a\0b"], ["y"])),
+        ("nul.csv", "text,label\na\0b,y\n", (["a b"], ["y"])),
         ("surrogate.jsonl", '{"text": "a\\ud800", "label": "\\ud83d\\ude00"}', (["a\ufffd"], ["😀"])),
         ("huge.csv", "text,label\n" + "x" * 300_000 + ",y\n", (["x" * 300_000], ["y"])),
         ("separators.csv", "text,label\na\u2028b\x0bc,y\n", (["a\u2028b\x0bc"], ["y"])),

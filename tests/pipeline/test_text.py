@@ -214,3 +214,14 @@ def test_importing_text_loads_nothing_heavy():
     code = f"import sys, pipeline.text; print(*sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_nul_counts_as_a_blank(tokenizer):
+    found, expected = tokenizer.encode(["good\0film", "\0"]), tokenizer.encode(["good film", " "])
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_one_long_repetitive_text_does_not_count_beyond_its_start():
+    texts = [f"the film number {i} was fine" for i in range(200)]
+    assert text.train_tokenizer([*texts, "word " * 2000], 300) == text.train_tokenizer([*texts, "word " * 200_000], 300)

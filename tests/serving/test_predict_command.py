@@ -146,7 +146,10 @@ def test_a_lone_surrogate_comes_back_as_it_was(version_dir, tmp_path, capfd):
     [
         ("in.csv", "id,body\n1,good\n", "no column 'text'; it has id, body. Name the right one"),
         ("in.csv", "", "no column 'text'; it has none"),
-        ("in.csv", "id,text\n1,good\n2\n", "in.csv, line 3: the row ends before 'text'"),
+        ("in.csv", "id,text\n1,good\n2\n", "in.csv, line 3: the row has more or fewer fields than the header"),
+        ("in.csv", "id,text\n1,good, or not\n", "in.csv, line 2: the row has more or fewer fields than the header"),
+        ("in.csv", 'id,text\n1,"good\n2,bad\n', "in.csv, line"),
+        ("in.jsonl", "[" * 100_000, "in.jsonl, line 1: must be a JSON object"),
         ("in.jsonl", '{"text": "good"}\n{"text": 5}\n', "in.jsonl, line 2: 'text' must be a string. Received: text=5"),
         ("in.jsonl", '{"text": "good"}\n\n["text"]\n', "in.jsonl, line 3: must be a JSON object with the key 'text'"),
         ("in.jsonl", '{"text": "good"', "in.jsonl, line 1: must be a JSON object"),
@@ -228,3 +231,14 @@ def test_help_has_an_example(name, capsys):
         command.main([name, "--help"])
     assert e.value.code == 0
     assert f"python -m serving {name} --model models/reviews/1" in capsys.readouterr().out
+
+
+def test_batch_refuses_other_encodings_and_its_own_input(version_dir, tmp_path, capfd):
+    source, out = tmp_path / "in.csv", tmp_path / "out.jsonl"
+    source.write_bytes("text\ncaf\u00e9\n".encode("latin-1"))
+    code, err = _main(capfd, "batch", "--model", version_dir, "--input", source, "--output", out)
+    assert (code, "not valid UTF-8" in err, out.exists()) == (3, True, False)
+    source.write_text("text\ngood\n")
+    code, err = _main(capfd, "batch", "--model", version_dir, "--input", source, "--output", source)
+    assert (code, "--output must not be the input file" in err) == (2, True)
+    assert source.read_text() == "text\ngood\n"

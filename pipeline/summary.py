@@ -1,0 +1,52 @@
+"""What a job came to, in lines for people."""
+
+from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest
+
+
+def lines(version_dir, data_report, evaluation_report):
+    """Returns the summary of a published version, one str per line.
+
+    Args:
+        version_dir: the version directory.
+        data_report: `data/report.json`, or None when the run directory is gone.
+        evaluation_report: `evaluation/report.json`, or None likewise.
+    """
+    manifest = Manifest.read(version_dir)
+    test = manifest.metrics
+    parity = "; ".join(f"{name} {_describe_parity(figures)}" for name, figures in manifest.parity.items())
+    rows = {
+        "data": data_report and f"{describe_rows(data_report)}; {len(manifest.labels)} classes; "
+        f"vocabulary {data_report['vocab_size']}",
+        "test": f"accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}",
+        "gate": evaluation_report and describe_gate(evaluation_report["gate"]),
+        "artifacts": ", ".join(_artifacts(manifest)),
+        "parity": parity,
+        "published": str(version_dir),
+    }
+    return [f"{name:>10}  {text}" for name, text in rows.items() if text]
+
+
+def describe_rows(data_report):
+    """Returns the number of rows of each split, e.g. "train 800, validation 100, test 100 rows"."""
+    return ", ".join(f"{name} {split['rows']}" for name, split in data_report["splits"].items()) + " rows"
+
+
+def describe_gate(gate):
+    """Returns what the gate of `serving.publish.check_gate` compared with; thresholds that are not set are said."""
+    if not gate["passed"]:
+        return "refused"
+    limit = f"min_value {gate['min_value']}" if gate["min_value"] else "no evaluation.min_value set"
+    live = gate["live"]
+    against = f"live version {live['version']} has {live['value']:.4f}" if live else "no live version to compare with"
+    return f"passed ({gate['metric']} {gate['value']:.4f}; {limit}; {against})"
+
+
+def _artifacts(manifest):
+    named = ("saved_model.pb", *ONNX_FILES.values(), ONNX_TEXT)
+    return [f"{file} ({manifest.files[file]['size'] / 1e6:.1f} MB)" for file in named if file in manifest.files]
+
+
+def _describe_parity(figures):
+    if "label_agreement" in figures:
+        return f"{figures['label_agreement']:.1%} of labels"
+    return f"within {figures['max_abs_difference']:.1e} in {figures['cases']} cases"
