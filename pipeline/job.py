@@ -16,7 +16,7 @@ from pipeline.files import locked, read_json, remove_staged, require_directory, 
 JOB = "job.json"
 EVALUATION = "evaluation/report.json"
 CANDIDATE = "candidate"
-FRESH = "fresh.json"
+RUN = "run.json"
 
 
 class Job:
@@ -145,7 +145,7 @@ class Job:
     def _open_run(self):
         """Continues the run that is there, or starts a new one; an old one is set aside, not deleted."""
         self.data_key  # noqa: B018 - an input that cannot be read is found before anything is touched
-        resolved, above_version = self.config.resolved(), None
+        resolved, is_new = self.config.resolved(), self.fresh
         if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
             stored = _read_record(self.run_dir / JOB)
             changed = differences(_identity(stored), _identity(resolved)) if stored else []
@@ -156,15 +156,14 @@ class Job:
                     f"{self.run_dir} holds an unfinished run of another job: {'; '.join(changed)}. "
                     "Undo the change to go on with it, or start over with --fresh (the old run is kept aside)."
                 )
-            if changed or new_data or self.fresh:
+            is_new = bool(changed) or new_data or self.fresh
+            if is_new:
                 self._set_aside("new data" if new_data else "a changed job" if changed else "--fresh")
-        if self.fresh:
-            above_version = next_version(self.config.model_dir) - 1
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for directory in (self.run_dir, (self.run_dir / EVALUATION).parent):
             remove_staged(directory)
-        if above_version is not None:  # an equal job that was published before does not count for this run
-            write_json(self.run_dir / FRESH, {"above_version": above_version})
+        if is_new:  # what an equal job published before, e.g. on the data of last week, does not count for this run
+            write_json(self.run_dir / RUN, {"above_version": next_version(self.config.model_dir) - 1})
         if read_json(self.run_dir / JOB) != resolved:
             write_json(self.run_dir / JOB, resolved)
         self.fresh = False
@@ -203,7 +202,7 @@ class Job:
 
     def _published(self):
         """The path of the version that this job became, if it is there and whole, else None."""
-        floor = (_read_record(self.run_dir / FRESH, "above_version") or {"above_version": 0})["above_version"]
+        floor = (_read_record(self.run_dir / RUN, "above_version") or {"above_version": 0})["above_version"]
         for version, path in reversed(versions(self.config.model_dir).items()):
             try:
                 manifest = Manifest.read(path)

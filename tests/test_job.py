@@ -1,5 +1,6 @@
 """The whole job as its users start it: `python -m pipeline`, killed, started again, published, read by a service."""
 
+import csv
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from tests.jobs import (
     run_script,
     snapshot,
     training_result,
+    write_csv,
 )
 
 pytestmark = pytest.mark.slow
@@ -310,6 +312,15 @@ def test_new_data_makes_a_new_run_and_the_next_version(published, tmp_path):
     assert job.report["gate"]["live"]["version"] == 1
     assert (job.run_dir.parent / "tiny.previous" / "best").is_dir()
     assert job.leftovers() == []
+
+    # The data of last week again: its version is there, but not live, so it is trained and published anew.
+    rows = list(csv.reader(published.data_file.open(encoding="utf-8", newline="")))[1:]
+    write_csv(job.data_file, rows)
+    done = job.run("--set", "evaluation.max_regression=1.0")
+    assert done.code == 0, done.stderr
+    assert job.versions == ["1", "2", "3"]
+    assert Manifest.read(job.model_dir / "3").labels == ["bad", "good"]
+    assert "nothing to do" in job.run("--set", "evaluation.max_regression=1.0").stderr
 
 
 # A job that was changed.
