@@ -65,6 +65,10 @@ def train_tokenizer(texts, vocab_size):
         DataError: there is no text to learn from.
     """
     texts = [well_formed(text[:_TRAINING_TEXT_CHARS]).replace(_RESERVED, " ") for text in _sample(texts)]
+    # Of nothing visible the trainer would end the process.
+    normalizer = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
+    if not any(normalizer.normalize(text).strip() for text in texts):
+        raise _training_error("the texts are blank", vocab_size, len(texts))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
