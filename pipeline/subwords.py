@@ -1,8 +1,9 @@
 """Subword regularization: pieces split at random, anew each epoch, so that few texts teach more.
 
 The idea is Kudo's (2018, "Subword Regularization"); the way is BPE-dropout's (Provilkov et al. 2020): a piece of the
-best segmentation is replaced by two pieces that spell it. SentencePiece's own sampler is not used: with one seed it
-answers differently from process to process (0.2.3), so a resumed run would not be the same run.
+best segmentation is replaced by two pieces that spell it. It works on token ids, so no text is encoded again, and its
+random numbers are our own: SentencePiece's sampler has one generator per thread that cannot be set back, so a resumed
+run would not be the same run.
 """
 
 import dataclasses
