@@ -79,12 +79,23 @@ def _execute(stage, path, overrides, debug, fresh=False):
         )
         raise interruptions[0]
 
+    def stop():
+        # Python drops what is raised in a callback or a __del__; libraries run both at any moment.
+        if interruptions:
+            raise interruptions[0]
+
+    def on_dropped(dropped):
+        if not isinstance(dropped.exc_value, Interrupted):
+            sys.__unraisablehook__(dropped)
+
+    sys.unraisablehook = on_dropped  # it would print a traceback; `stop` raises it again
     for number in _SIGNALS:
         signal.signal(number, on_signal)
     try:
-        job = Job(load_job(path, overrides), console, fresh)
+        job = Job(load_job(path, overrides), console, fresh, stop)
         with job.at_work():
             stage(job)
+            stop()
     except Exception as e:
         _ignore_signals()
         if debug:

@@ -26,10 +26,12 @@ class Job:
         config: a `JobConfig`.
         console: shows notes and progress; see `pipeline.console`.
         fresh: start over although a run could be continued; the old run is kept aside.
+        stop: called between steps; raises Interrupted when a signal came whose exception was lost on its way.
     """
 
-    def __init__(self, config, console, fresh=False):
+    def __init__(self, config, console, fresh=False, stop=lambda: None):
         self.config = config
+        self.stop = stop
         self.console = console
         self.fresh = fresh
         self.run_dir = config.run_dir
@@ -47,11 +49,9 @@ class Job:
         self._open_run()
         require_directory(self.config.model_dir, "publish.base_path")
         if self._published() is None:
-            self.prepare()
-            self.train()
-            self.evaluate()
-            self.export()
-            self.publish()
+            for stage in (self.prepare, self.train, self.evaluate, self.export, self.publish):
+                stage()
+                self.stop()
         else:
             shutil.rmtree(self.run_dir / CANDIDATE, ignore_errors=True)  # a kill may have come before it went
             self.console.note("nothing to do: this job is done and its version is published")
@@ -100,7 +100,7 @@ class Job:
         model = load_best(self.config, self.run_dir, self.train_key)
         version = next_version(self.config.model_dir)
         manifest = build_candidate(
-            self.config, self.run_dir, model, version, self.export_key, report, self.console.note
+            self.config, self.run_dir, model, version, self.export_key, report, self._step
         )
         for line in manifest.warnings:
             self.console.warn(line)
@@ -214,6 +214,10 @@ class Job:
         return None
 
     # Work of the stages.
+
+    def _step(self, line):
+        self.stop()
+        self.console.note(line)
 
     def _start_tensorflow(self):
         from pipeline.runtime import start_tensorflow

@@ -137,6 +137,31 @@ def test_signal_swallowed_as_another_error_still_ends_with_75(tmp_path):
     assert done.error.startswith("error: stopped by SIGTERM")
 
 
+def test_signal_lost_in_a_callback_stops_the_job_at_the_next_step(tmp_path):
+    """Python drops what a signal raises inside a `__del__`."""
+    job = make_job(tmp_path)
+    script = tmp_path / "lost.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pipeline import commands, dataset\n"
+        "class Lost:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "prepare = dataset.prepare\n"
+        "def prepare_and_lose(*args):\n"
+        "    Lost()\n"
+        "    return prepare(*args)\n"
+        "dataset.prepare = prepare_and_lose\n"
+        "sys.argv = ['pipeline', 'run', sys.argv[1]]\n"
+        "commands.main()\n"
+    )
+    done = run_script(script, job.file)
+    assert done.code == INTERRUPTED
+    assert done.last_line.startswith("error: stopped by SIGTERM")
+    assert (job.run_dir / "data").is_dir()
+    assert not (job.run_dir / "checkpoints").exists()
+
+
 def test_killed_at_any_moment(published, tmp_path):
     """SIGKILL at random moments of the whole run, each somewhat later than the progress made so far."""
     job = make_job(tmp_path)
