@@ -3,14 +3,18 @@
 import math
 
 import keras
+import tensorflow as tf
 from keras import ops
 
-from pipeline.contract import PAD_ID
+from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers import MaskedMeanPooling, PreNormEncoderLayer, SinusoidalPosition
 from pipeline.layers.attention import padding_mask
 from pipeline.layers.dense import dense
-from pipeline.layers.encoder import layer_norm
+from pipeline.layers.dropout import Dropout
+from pipeline.layers.normalization import LayerNorm
 from pipeline.seeds import derive_seed
+
+TOKEN_IDS_SPEC = tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)
 
 
 @keras.saving.register_keras_serializable(package="pipeline")
@@ -83,8 +87,8 @@ class EncoderClassifier(keras.Model):
             for i in range(num_layers)
         ]
         self.pooling = MaskedMeanPooling(dtype="float32", name="pooling")
-        self.head_norm = layer_norm("head_norm")
-        self.head_dropout = keras.layers.Dropout(
+        self.head_norm = LayerNorm(name="head_norm")
+        self.head_dropout = Dropout(
             head_dropout, seed=derive_seed(seed, "head_dropout"), dtype="float32", name="head_dropout"
         )
         self.head = dense(self, num_classes, "head", dtype="float32")
@@ -146,3 +150,13 @@ def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="fl
     model = EncoderClassifier(vocab_size, num_classes, **sizes, seed=seed, dtype=dtype, name=name)
     model.build()
     return model
+
+
+def compile_predict(model):
+    """Returns token_ids int32 [B, T] -> logits float32 [B, C], compiled, without dropout."""
+
+    @tf.function(input_signature=[TOKEN_IDS_SPEC])
+    def predict(token_ids):
+        return model(token_ids, training=False)
+
+    return predict

@@ -110,6 +110,11 @@ class TrainingConfig(_Section):
     keep_checkpoints: Positive = 3
     patience: Count = 3  # evaluations without improvement; 0 = off
     subword_regularization: Fraction = 0.0  # chance that a piece is split in two, anew each epoch; 0 = off
+    label_smoothing: Fraction = 0.0  # share of the target spread evenly over all classes
+    class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] = "none"
+    r_drop: Annotated[float, Field(ge=0.0)] = 0.0  # weight of the divergence between two passes; 0 = one pass
+    ema_decay: Fraction = 0.0  # moving average of the weights, which is evaluated and exported; 0 = off
+    accumulate_batches: Positive = 1  # batches that make one optimizer step
     log_every_steps: Positive = 10
 
 

@@ -228,7 +228,7 @@ class Job:
         self._start_tensorflow()
         from pipeline import evaluation
         from pipeline.batches import sequential_plan
-        from pipeline.optimization import compile_predict
+        from pipeline.classifier import compile_predict
         from pipeline.training import load_best
 
         model = load_best(self.config, self.run_dir, self.train_key)

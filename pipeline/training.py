@@ -12,14 +12,16 @@ import numpy as np
 from pipeline import checkpoint, dataset, evaluation
 from pipeline.batches import epoch_plan, sequential_plan
 from pipeline.checkpoint import BEST, CHECKPOINTS, Progress
-from pipeline.classifier import build_classifier
+from pipeline.classifier import build_classifier, compile_predict
 from pipeline.contract import TOKENIZER_MODEL
 from pipeline.errors import Interrupted, JobError, TrainingError
 from pipeline.files import remove_staged
-from pipeline.optimization import build_optimizer, compile_predict, compile_train_step, learning_rate
+from pipeline.losses import class_weights
+from pipeline.optimization import learning_rate
 from pipeline.record import Record
 from pipeline.subwords import PieceSplitter
 from pipeline.text import Tokenizer
+from pipeline.train_step import TrainStep
 
 
 def train(job, run_dir, key, console):
@@ -107,8 +109,9 @@ class _Trainer:
         self.model = build_classifier(
             job.model, tokenizer.vocab_size, len(self.labels), seed=job.seed, dtype=training.precision
         )
-        self.optimizer = build_optimizer(self.model, training)
-        self.train_step = compile_train_step(self.model, self.optimizer, training.clip_norm)
+        counts = np.bincount(self.train_split.labels, minlength=len(self.labels))
+        weights = class_weights(training.class_weights, self.labels, counts)
+        self.train_step = TrainStep(self.model, training, weights)
         self.predict = compile_predict(self.model)
         self.steps = sum(len(self._epoch(epoch)[1]) for epoch in range(training.epochs))
         self.progress = Progress()
@@ -128,7 +131,7 @@ class _Trainer:
                 try:
                     for batch in range(self.progress.batch, len(plan)):
                         stop.check()
-                        self._train_batch(split, plan[batch], bar)
+                        self._train_step(split, plan[batch], bar)
                         self._save_if_due(is_last=batch + 1 == len(plan))
                     self._end_epoch(stop, bar)
                 except Interrupted:

@@ -3,9 +3,11 @@
 import math
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from pipeline.layers.dense import dense
+from pipeline.layers.dropout import Dropout
 from pipeline.seeds import derive_seed
 
 # Added to the score of a key that may not be attended to, always in float32: large enough that its weight is
@@ -43,7 +45,7 @@ def attention_scores(query, key):
     """
     # Scaling the query, not the product, keeps float16 scores away from overflow and is the smaller tensor.
     query = query * ops.cast(1.0 / math.sqrt(query.shape[-1]), query.dtype)
-    return ops.cast(ops.matmul(query, ops.swapaxes(key, -1, -2)), "float32")
+    return ops.cast(tf.matmul(query, key, transpose_b=True), "float32")
 
 
 @keras.saving.register_keras_serializable(package="pipeline")
@@ -62,7 +64,7 @@ class ScaledDotProductAttention(keras.layers.Layer):
         super().__init__(**kwargs)
         self.dropout = dropout
         self.seed = seed
-        self.weight_dropout = keras.layers.Dropout(dropout, seed=seed, dtype=self.dtype_policy, name="dropout")
+        self.weight_dropout = Dropout(dropout, seed=seed, dtype="float32", name="dropout")
 
     def call(self, query, key, value, attend=None, training=None, return_weights=False):
         """Attends.
@@ -90,8 +92,8 @@ class ScaledDotProductAttention(keras.layers.Layer):
             scores = scores + ops.where(attend, 0.0, _MASKED)[:, None]  # [B, 1, 1 | T, S]
             # softmax over nothing but masked keys is uniform: the factor makes it exactly zero.
             has_key = ops.cast(ops.any(attend, axis=-1), self.compute_dtype)[:, None, :, None]  # [B, 1, 1 | T, 1]
-        weights = ops.cast(ops.softmax(scores, axis=-1), self.compute_dtype)
-        weights = self.weight_dropout(weights, training=training)
+        weights = self.weight_dropout(ops.softmax(scores, axis=-1), training=training)
+        weights = ops.cast(weights, self.compute_dtype)
         context = ops.matmul(weights, value)  # [B, N, T, H]
         if has_key is not None:
             context = context * has_key  # on the context: T * H elements instead of T * S

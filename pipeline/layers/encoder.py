@@ -3,10 +3,10 @@
 import keras
 
 from pipeline.layers.attention import MultiHeadAttention
+from pipeline.layers.dropout import Dropout
 from pipeline.layers.feed_forward import PositionwiseFeedForward
+from pipeline.layers.normalization import LayerNorm
 from pipeline.seeds import derive_seed
-
-LAYER_NORM_EPSILON = 1e-5
 
 
 @keras.saving.register_keras_serializable(package="pipeline")
@@ -21,7 +21,8 @@ class PreNormEncoderLayer(keras.layers.Layer):
     """
 
     def __init__(self, num_heads, d_ff, dropout=0.0, seed=None, **kwargs):
-        super().__init__(**kwargs)
+        # Rounding the sum of all branches would lose what each of them adds: x keeps its dtype.
+        super().__init__(autocast=False, **kwargs)
         self.num_heads = num_heads
         self.d_ff = d_ff
         self.dropout = dropout
@@ -33,16 +34,16 @@ class PreNormEncoderLayer(keras.layers.Layer):
         def seed(name):
             return derive_seed(self.seed, name)
 
-        self.attention_norm = layer_norm("attention_norm")
+        self.attention_norm = LayerNorm(name="attention_norm")
         self.attention = MultiHeadAttention(
             x_shape[-1], self.num_heads, dropout, seed=seed("attention"), dtype=policy, name="attention"
         )
-        self.attention_dropout = keras.layers.Dropout(dropout, seed=seed("attention_dropout"), dtype=policy)
-        self.feed_forward_norm = layer_norm("feed_forward_norm")
+        self.attention_dropout = Dropout(dropout, seed=seed("attention_dropout"), dtype="float32")
+        self.feed_forward_norm = LayerNorm(name="feed_forward_norm")
         self.feed_forward = PositionwiseFeedForward(
             self.d_ff, dropout, seed=seed("feed_forward"), dtype=policy, name="feed_forward"
         )
-        self.feed_forward_dropout = keras.layers.Dropout(dropout, seed=seed("feed_forward_dropout"), dtype=policy)
+        self.feed_forward_dropout = Dropout(dropout, seed=seed("feed_forward_dropout"), dtype="float32")
         for layer in (self.attention_norm, self.attention, self.feed_forward_norm, self.feed_forward):
             layer.build(x_shape)
 
@@ -59,8 +60,3 @@ class PreNormEncoderLayer(keras.layers.Layer):
     def get_config(self):
         config = {key: getattr(self, key) for key in ("num_heads", "d_ff", "dropout", "seed")}
         return {**super().get_config(), **config}
-
-
-def layer_norm(name):
-    """Returns the encoder's LayerNormalization: over the last axis, in float32 whatever the policy."""
-    return keras.layers.LayerNormalization(epsilon=LAYER_NORM_EPSILON, dtype="float32", name=name)

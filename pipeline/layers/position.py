@@ -49,7 +49,7 @@ class SinusoidalPosition(keras.layers.Layer):
         if x.shape[1] is not None and x.shape[1] > self.max_length:
             raise ValueError(f"length must be <= max_length={self.max_length}. Received: length={x.shape[1]}")
         positions = ops.convert_to_tensor(self.table)[: ops.shape(x)[1]]  # [T, D]
-        return ops.cast(ops.cast(x, "float32") + positions, self.compute_dtype)
+        return ops.cast(x, "float32") + positions
 
     def compute_output_shape(self, input_shape):
         return input_shape

@@ -1,0 +1,72 @@
+"""Dropout (Srivastava et al. 2014) whose masks cost one pass over memory."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from pipeline.seeds import derive_seed
+
+_WINDOW = 1 << 23  # values of the longest mask that does not repeat itself: 4,096 tokens x 8 heads x 256 keys
+_ROW = 16  # values in a row of the table: 64 bytes, so that TensorFlow reads a run of rows in place
+
+
+@keras.saving.register_keras_serializable(package="pipeline")
+class Dropout(keras.layers.Layer):
+    """Sets a share `rate` of the values to zero in training and divides the others by 1 - rate, in float32 or better.
+
+    On a CPU the mask is cut out of a fixed table of random zeros and ones, at a place drawn anew for every call: drawing
+    every value anew, as `keras.layers.Dropout` does, took a quarter of a training step (benchmarks/NOTES.md). On a GPU
+    every value is drawn anew.
+
+    Args:
+        rate: share of the values that are dropped, in [0, 1).
+        seed: integer seed, or None for a random one. The state of the generator is a variable of the layer.
+
+    Raises:
+        ValueError: `rate` is outside of [0, 1).
+    """
+
+    def __init__(self, rate, seed=None, **kwargs):
+        super().__init__(**kwargs)
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"rate must be in [0, 1). Received: rate={rate}")
+        self.rate = rate
+        self.seed = seed
+        if rate > 0.0:
+            self.seed_generator = keras.random.SeedGenerator(seed)
+        self.built = True
+
+    def call(self, x, training=False):
+        """Maps float [...] to float [...] of the same shape; without `training` nothing changes."""
+        if not training or self.rate == 0.0:
+            return x
+        seed = tf.cast(self.seed_generator.next(), tf.int32)  # [2]
+        if tf.config.list_physical_devices("GPU"):
+            return tf.nn.experimental.stateless_dropout(x, self.rate, seed)
+        return x * tf.cast(_mask(tf.shape(x), self.rate, seed), x.dtype)
+
+    def compute_output_shape(self, x_shape):
+        return x_shape
+
+    def get_config(self):
+        return {**super().get_config(), "rate": self.rate, "seed": self.seed}
+
+
+def _mask(shape, rate, seed):
+    """Returns float32 values of `shape`, each 0 or 1 / (1 - rate); beyond `_WINDOW` values they repeat."""
+    count = tf.reduce_prod(shape)
+    rows = (count + _ROW - 1) // _ROW
+    start = tf.random.stateless_uniform([], seed, 0, _WINDOW // _ROW, tf.int32)
+    window = _table(rate)[start : start + tf.minimum(rows, _WINDOW // _ROW)]
+    window = tf.cond(rows > _WINDOW // _ROW, lambda: tf.tile(window, [rows // (_WINDOW // _ROW) + 1, 1]), lambda: window)
+    return tf.reshape(tf.reshape(window, [-1])[:count], shape)
+
+
+@functools.cache
+def _table(rate):
+    """Two windows of mask values, float32; every place to cut from starts in the first."""
+    uniform = np.random.default_rng(derive_seed(0, "dropout")).random(2 * _WINDOW, np.float32)
+    with tf.init_scope():  # outside of the graph being traced: one tensor, however many layers and graphs use it
+        return tf.constant(np.where(uniform < rate, 0.0, 1.0 / (1.0 - rate)).astype(np.float32).reshape(-1, _ROW))

@@ -1,0 +1,117 @@
+"""One optimizer step, compiled: the loss of its batches, their gradients, clipping and AdamW."""
+
+import contextlib
+
+import numpy as np
+import tensorflow as tf
+
+from pipeline.classifier import TOKEN_IDS_SPEC
+from pipeline.losses import smoothed_cross_entropy, symmetric_divergence
+from pipeline.optimization import AdamW, LossScale, WeightAverage
+
+_LABELS_SPEC = tf.TensorSpec([None], tf.int32, "labels")
+_SCALAR_SPEC = tf.TensorSpec([], tf.float32)
+
+
+class TrainStep:
+    """What training changes, all of it in variables, and the step that changes it.
+
+    Args:
+        model: a built `EncoderClassifier`.
+        training: a `pipeline.config.TrainingConfig`.
+        class_weights: float32 [C], how much a row of each class counts.
+    """
+
+    def __init__(self, model, training, class_weights):
+        self.model = model
+        self.training = training
+        self.class_weights = np.asarray(class_weights, np.float32)
+        weights = model.trainable_variables
+        self.optimizer = AdamW(weights, training.weight_decay)
+        self.loss_scale = LossScale() if training.precision == "mixed_float16" else None
+        self.average = WeightAverage(weights, training.ema_decay) if training.ema_decay else None
+        # Empty between steps, so no part of the state.
+        self._sums = [tf.Variable(tf.zeros(w.shape)) for w in weights] if training.accumulate_batches > 1 else []
+        self._loss_sum = tf.Variable(0.0)
+        batch = [TOKEN_IDS_SPEC, _LABELS_SPEC, _SCALAR_SPEC]
+        self._add = tf.function(self._add, input_signature=batch)
+        self._step = tf.function(self._step, input_signature=[*batch, _SCALAR_SPEC])
+
+    @property
+    def variables(self):
+        """Every variable of the state, always in the same order."""
+        parts = [self.optimizer, self.loss_scale, self.average]
+        return [v.value for v in self.model.variables] + [v for part in parts if part for v in part.variables]
+
+    def __call__(self, batches, rate):
+        """Does one optimizer step on one or more batches, as if they were one.
+
+        Args:
+            batches: pairs (token_ids int32 [B, T], labels int32 [B]), B and T each their own.
+            rate: the learning rate.
+
+        Returns:
+            (loss, gradient norm) as floats: the objective, in nats, averaged over the rows of all batches by their class
+            weights; the global norm of the gradients before clipping, infinite when float16 overflowed and the step was
+            skipped.
+        """
+        total = np.float32(sum(self.class_weights[labels].sum() for _, labels in batches))
+        for token_ids, labels in batches[:-1]:
+            self._add(token_ids, labels, total)
+        loss, norm = self._step(*batches[-1], total, np.float32(rate))
+        return float(loss), float(norm)
+
+    def evaluated_weights(self):
+        """A context in which the model has the weights that are evaluated and exported: the averaged ones, if any."""
+        return self.average.in_place() if self.average else contextlib.nullcontext()
+
+    def _add(self, token_ids, labels, total):
+        loss, gradients = self._gradients(token_ids, labels, total)
+        self._loss_sum.assign_add(loss)
+        for sum_, gradient in zip(self._sums, gradients, strict=True):
+            sum_.assign_add(gradient)
+
+    def _step(self, token_ids, labels, total, rate):
+        loss, gradients = self._gradients(token_ids, labels, total)
+        if self._sums:
+            loss += self._loss_sum
+            gradients = [s + g for s, g in zip(self._sums, gradients, strict=True)]
+            for variable in (self._loss_sum, *self._sums):
+                variable.assign(tf.zeros(variable.shape))
+        norm = tf.linalg.global_norm(gradients)
+        gradients, _ = tf.clip_by_global_norm(gradients, self.training.clip_norm, use_norm=norm)
+        if self.loss_scale is None:
+            self._apply(gradients, rate)
+        else:
+            is_good = tf.math.is_finite(norm)
+            tf.cond(is_good, lambda: self._apply(gradients, rate), lambda: None)
+            self.loss_scale.update(is_good)
+        return loss, norm
+
+    def _gradients(self, token_ids, labels, total):
+        """Returns the batch's part of the objective and the gradients of that part, dense float32."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        with tf.GradientTape() as tape:
+            row_weights = tf.gather(self.class_weights, labels)
+            loss = tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights) / total
+            objective = loss * scale
+        gradients = tape.gradient(objective, self.model.trainable_variables)
+        # Dense: the norm of an embedding's slices would count a token once for every place where it stands.
+        gradients = [tf.convert_to_tensor(g) for g in gradients]
+        return loss, gradients if self.loss_scale is None else [g / scale for g in gradients]
+
+    def _row_losses(self, token_ids, labels):
+        """Returns the objective of every row: float32 [B]."""
+        if not self.training.r_drop:
+            return smoothed_cross_entropy(self.model(token_ids, training=True), labels, self.training.label_smoothing)
+        # R-Drop (Liang et al. 2021): the same rows twice, each time with other dropout; half of the paper's objective,
+        # which adds the two cross-entropies up.
+        twice = self.model(tf.concat([token_ids, token_ids], 0), training=True)  # [2B, C]
+        losses = smoothed_cross_entropy(twice, tf.concat([labels, labels], 0), self.training.label_smoothing)
+        difference = symmetric_divergence(*tf.split(twice, 2))
+        return tf.add_n(tf.split(losses, 2)) / 2.0 + self.training.r_drop / 4.0 * difference
+
+    def _apply(self, gradients, rate):
+        self.optimizer.apply(gradients, rate)
+        if self.average:
+            self.average.update(self.optimizer.steps)
