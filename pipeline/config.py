@@ -14,6 +14,7 @@ from pipeline.contract import JOB_NAME
 from pipeline.errors import JobError
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -110,7 +111,19 @@ class TrainingConfig(_Section):
     keep_checkpoints: Positive = 3
     patience: Count = 3  # evaluations without improvement; 0 = off
     subword_regularization: Fraction = 0.0  # chance that a piece is split in two, anew each epoch; 0 = off
+    subword_sampling: Share = 0.0  # share of the texts whose segmentation is drawn anew each epoch; 0 = off
+    subword_alpha: Annotated[float, Field(gt=0.0)] = 0.2  # of subword_sampling: the lower, the more evenly drawn
     log_every_steps: Positive = 10
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if self.subword_regularization and self.subword_sampling:
+            raise ValueError(
+                "training.subword_regularization and training.subword_sampling are two ways to the same end: set one "
+                f"of them to 0. Received: subword_regularization={self.subword_regularization}, "
+                f"subword_sampling={self.subword_sampling}"
+            )
+        return self
 
 
 class EvaluationConfig(_Section):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline import checkpoint, dataset, evaluation
+from pipeline.ahead import Ahead
 from pipeline.batches import epoch_plan, sequential_plan
 from pipeline.checkpoint import BEST, CHECKPOINTS, Progress
 from pipeline.classifier import build_classifier
@@ -18,7 +19,7 @@ from pipeline.errors import Interrupted, JobError, TrainingError
 from pipeline.files import remove_staged
 from pipeline.optimization import build_optimizer, compile_predict, compile_train_step, learning_rate
 from pipeline.record import Record
-from pipeline.subwords import PieceSplitter
+from pipeline.subwords import PieceSplitter, sample_split
 from pipeline.text import Tokenizer
 
 
@@ -44,7 +45,7 @@ def train(job, run_dir, key, console):
             stop.check()
         except Interrupted as e:
             raise Interrupted(
-                f"{e} at step {trainer.progress.step} of {trainer.steps}; the state is saved in "
+                f"{e} at step {trainer.done}; the state is saved in "
                 f"{trainer.run_dir / CHECKPOINTS}. Run the same command again to go on."
             ) from None
 
@@ -101,16 +102,16 @@ class _Trainer:
         self.labels = dataset.load_labels(data_dir)
         self.train_split = dataset.Split.load(data_dir, "train")
         self.validation_split = dataset.Split.load(data_dir, "validation")
-        tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
+        self.tokenizer = tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
         training = job.training
         self.splitter = PieceSplitter(tokenizer) if training.subword_regularization else None
+        self.epochs = Ahead(self._make_epoch, training.epochs)
         self.model = build_classifier(
             job.model, tokenizer.vocab_size, len(self.labels), seed=job.seed, dtype=training.precision
         )
         self.optimizer = build_optimizer(self.model, training)
         self.train_step = compile_train_step(self.model, self.optimizer, training.clip_norm)
         self.predict = compile_predict(self.model)
-        self.steps = sum(len(self._epoch(epoch)[1]) for epoch in range(training.epochs))
         self.progress = Progress()
         self.saved_at = time.monotonic()
 
@@ -121,37 +122,53 @@ class _Trainer:
         if self.progress.finished:
             return
         self.record = Record(self.run_dir, self.progress.metrics_bytes, self.console.warn)
-        with self.record, self.console.training(self.steps) as bar:
+        with self.record, self.epochs, self.console.training() as bar:
             while not self.progress.finished:
-                split, plan = self._epoch(self.progress.epoch)
-                self._start_clock()
                 try:
+                    split, plan = self._epoch(stop, bar)
+                    self._start_clock()
                     for batch in range(self.progress.batch, len(plan)):
                         stop.check()
-                        self._train_batch(split, plan[batch], bar)
+                        self._train_batch(split, plan, bar)
                         self._save_if_due(is_last=batch + 1 == len(plan))
                     self._end_epoch(stop, bar)
                 except Interrupted:
                     self._save()
                     raise
 
-    def _epoch(self, epoch):
-        """Returns the rows of an epoch and their batches; a pure function of the seed and the epoch."""
+    def _epoch(self, stop, bar):
+        """Returns the rows of the present epoch and their batches."""
+        split, plan = self.epochs.get(self.progress.epoch, stop.check)
+        epochs_left = self.job.training.epochs - self.progress.epoch
+        bar.expect(self.progress.step - self.progress.batch + epochs_left * len(plan))
+        return split, plan
+
+    def _make_epoch(self, epoch, pause):
+        """The rows of an epoch and their batches; a pure function of the seed and the epoch."""
         split, training, seed = self.train_split, self.job.training, self.job.seed
-        if self.splitter:
-            rate, max_length = training.subword_regularization, self.job.model.max_length
-            split = self.splitter.split(split, rate, max_length, seed, epoch)
+        max_length = self.job.model.max_length
+        if training.subword_sampling:
+            texts = dataset.iterate_texts(self.run_dir / "data", "train")
+            share, alpha = training.subword_sampling, training.subword_alpha
+            split = sample_split(split, texts, self.tokenizer, share, alpha, max_length, seed, epoch, pause)
+        elif self.splitter:
+            split = self.splitter.split(split, training.subword_regularization, max_length, seed, epoch)
         return split, epoch_plan(split.lengths, training.batch_tokens, seed, epoch)
 
-    def _train_batch(self, split, rows, bar):
+    def _train_batch(self, split, plan, bar):
         training = self.job.training
-        step, epoch = self.progress.step, self.progress.epoch
+        step, epoch, batch = self.progress.step, self.progress.epoch, self.progress.batch
+        rows = plan[batch]
         token_ids = split.token_ids(rows)
-        rate = learning_rate(step, self.steps, training.learning_rate, training.warmup_ratio)
+        # Epochs may differ in their number of batches. As if all had this one's, the rate follows the share of the
+        # training that is done, and needs no epoch but this one.
+        rate = learning_rate(
+            epoch * len(plan) + batch, training.epochs * len(plan), training.learning_rate, training.warmup_ratio
+        )
         loss, gradient_norm = self.train_step(token_ids, split.labels[rows], np.float32(rate))
         loss, gradient_norm = float(loss), float(gradient_norm)
         self._require_finite(loss, gradient_norm, rows)
-        self.progress = dataclasses.replace(self.progress, step=step + 1, batch=self.progress.batch + 1)
+        self.progress = dataclasses.replace(self.progress, step=step + 1, batch=batch + 1)
         real_tokens = int(np.count_nonzero(token_ids))
         self.tokens_since_log += real_tokens
         bar.step(self.progress, loss)
@@ -169,6 +186,10 @@ class _Trainer:
                 }
             )
             self._start_clock()
+
+    @property
+    def done(self):
+        return f"{self.progress.step}, {self.progress.epoch} of {self.job.training.epochs} epochs done"
 
     def _start_clock(self):
         self.logged_at, self.tokens_since_log = time.monotonic(), 0
@@ -264,4 +285,4 @@ class _Trainer:
             variable.assign(found.arrays[name])
         self.progress = found.progress
         if not self.progress.finished:
-            self.console.note(f"going on from step {self.progress.step} of {self.steps}")
+            self.console.note(f"going on from step {self.done}")

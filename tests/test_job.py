@@ -86,7 +86,7 @@ def test_killed_job_finishes_and_publishes(resumed):
     assert state["versions"] == []
     assert 20 <= state["steps"] < 40, "killed too late to show anything"
     assert finished.code == 0, finished.stderr
-    assert re.search(r"^going on from step [1-9]\d* of \d+$", finished.stderr, re.MULTILINE)
+    assert re.search(r"^going on from step [1-9]\d*, \d of 3 epochs done$", finished.stderr, re.MULTILINE)
     assert job.versions == ["1"]
     assert job.leftovers() == []
 
