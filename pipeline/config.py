@@ -113,6 +113,7 @@ class TrainingConfig(_Section):
     subword_regularization: Fraction = 0.0  # chance that a piece is split in two, anew each epoch; 0 = off
     subword_sampling: Share = 0.0  # share of the texts whose segmentation is drawn anew each epoch; 0 = off
     subword_alpha: Annotated[float, Field(gt=0.0)] = 0.2  # of subword_sampling: the lower, the more evenly drawn
+    token_dropout: Fraction = 0.0  # share of the tokens hidden behind <mask>, anew each epoch; 0 = off
     log_every_steps: Positive = 10
 
     @pydantic.model_validator(mode="after")

@@ -14,6 +14,7 @@ from pipeline.errors import ArtifactError
 # Token ids. Padding and truncation are at the end.
 PAD_ID = 0
 UNK_ID = 1
+MASK = "<mask>"  # the piece that stands for a hidden token, where a tokenizer has one; no text is parsed into it
 
 # Tensor names.
 TOKEN_IDS = "token_ids"

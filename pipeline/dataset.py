@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config import fingerprint
-from pipeline.contract import PAD_ID, TOKENIZER_MODEL, UNK_ID, list_files, sha256_file
+from pipeline.contract import MASK, PAD_ID, TOKENIZER_MODEL, UNK_ID, list_files, sha256_file
 from pipeline.errors import DataError, JobError
 from pipeline.files import read_json, staged_directory, write_json
 from pipeline.reading import file_form, find_files, join_some, read_table
@@ -43,7 +43,7 @@ def data_fingerprint(job):
         files = find_files(data[split]) if data[split] else []
         data[split] = [(file_form(path), sha256_file(path)) for path in files]
     model_file = job.tokenizer.model_file
-    tokenizer = _load_tokenizer(job).sha256 if model_file else job.tokenizer.vocab_size
+    tokenizer = _load_tokenizer(job).sha256 if model_file else (job.tokenizer.vocab_size, _needs_mask(job))
     return fingerprint(_FORMAT, data, tokenizer, job.model.max_length)
 
 
@@ -112,7 +112,11 @@ def prepared(data_dir, key):
 def _tokenizer(job, texts):
     if job.tokenizer.model_file:
         return _load_tokenizer(job)
-    return Tokenizer(train_tokenizer(texts, job.tokenizer.vocab_size))
+    return Tokenizer(train_tokenizer(texts, job.tokenizer.vocab_size, _needs_mask(job)))
+
+
+def _needs_mask(job):
+    return job.training.token_dropout > 0
 
 
 def _load_tokenizer(job):
@@ -123,6 +127,11 @@ def _load_tokenizer(job):
         raise JobError(
             f"tokenizer.model_file={path} has one way to spell a text, so none can be drawn. Give a unigram or BPE "
             f"model, or set training.subword_sampling to 0. Received: {job.training.subword_sampling}"
+        )
+    if _needs_mask(job) and tokenizer.mask_id < 0:
+        raise JobError(
+            f"tokenizer.model_file={path} has no control symbol {MASK} to put in the place of tokens. Train it with "
+            f"--control_symbols={MASK}, or set training.token_dropout to 0. Received: {job.training.token_dropout}"
         )
     return tokenizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from pipeline.contract import PAD_ID, UNK_ID
+from pipeline.contract import MASK, PAD_ID, UNK_ID
 from pipeline.errors import DataError, JobError
 
 # What SentencePiece logs as an error it also raises.
@@ -50,7 +50,7 @@ def well_formed(text):
     return _SURROGATE.sub("\ufffd", text).replace("\0", " ")
 
 
-def train_tokenizer(texts, vocab_size):
+def train_tokenizer(texts, vocab_size, mask=False):
     """Trains a SentencePiece unigram model with byte fallback; pad 0, unk 1, neither bos nor eos.
 
     Equal texts give equal bytes. Of a text the first 10,000 characters count; of more than a million texts or 100
@@ -59,6 +59,7 @@ def train_tokenizer(texts, vocab_size):
     Args:
         texts: list of str.
         vocab_size: exact number of pieces.
+        mask: whether MASK is one of them, with id 2.
 
     Returns:
         The model as bytes, what `Tokenizer` takes.
@@ -84,6 +85,7 @@ def train_tokenizer(texts, vocab_size):
             unk_id=UNK_ID,
             bos_id=-1,
             eos_id=-1,
+            control_symbols=[MASK] if mask else [],
             byte_fallback=True,
             max_sentence_length=1 << 30,  # bytes, the largest allowed; longer ones would be left out silently
             num_threads=_TRAINING_THREADS,
@@ -181,6 +183,12 @@ class Tokenizer:
         p = self._processor
         spelled = [not (p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i)) for i in range(len(p))]
         return [p.id_to_piece(i) if spelled[i] else None for i in range(len(p))]
+
+    @property
+    def mask_id(self):
+        """The id of MASK, -1 where there is none; it must be a control symbol, so that no text is parsed into it."""
+        found = self._processor.piece_to_id(MASK)  # UNK's, where there is none
+        return found if self._processor.is_control(found) else -1
 
     @property
     def can_sample(self):

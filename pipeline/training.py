@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline import checkpoint, dataset, evaluation
 from pipeline.ahead import Ahead
-from pipeline.batches import epoch_plan, sequential_plan
+from pipeline.batches import drop_tokens, epoch_plan, sequential_plan
 from pipeline.checkpoint import BEST, CHECKPOINTS, Progress
 from pipeline.classifier import build_classifier
 from pipeline.contract import TOKENIZER_MODEL
@@ -160,6 +160,9 @@ class _Trainer:
         step, epoch, batch = self.progress.step, self.progress.epoch, self.progress.batch
         rows = plan[batch]
         token_ids = split.token_ids(rows)
+        if training.token_dropout:
+            rate, mask_id = training.token_dropout, self.tokenizer.mask_id
+            token_ids = drop_tokens(token_ids, rows, rate, mask_id, self.job.seed, epoch)
         # Epochs may differ in their number of batches. As if all had this one's, the rate follows the share of the
         # training that is done, and needs no epoch but this one.
         rate = learning_rate(

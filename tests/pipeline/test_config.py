@@ -48,6 +48,7 @@ log_every_steps = 10
 subword_regularization = 0.0
 subword_sampling = 0.0
 subword_alpha = 0.2
+token_dropout = 0.0
 [evaluation]
 metric = "accuracy"
 min_value = 0.0
@@ -181,6 +182,7 @@ def test_unknown_keys_at_the_top(refuse, line, key, advice):
         ("training.keep_checkpoints=0", "keep_checkpoints=0"),
         ("training.patience=-1", "patience=-1"),
         ("training.subword_sampling=1.1", "subword_sampling=1.1"),
+        ("training.token_dropout=1.0", "token_dropout=1.0"),
         ("training.subword_alpha=0.0", "subword_alpha=0.0"),
         ("evaluation.metric=f1", "metric='f1'"),
         ("evaluation.max_regression=-0.1", "max_regression=-0.1"),

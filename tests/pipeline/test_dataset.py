@@ -244,6 +244,26 @@ def test_a_tokenizer_that_cannot_sample_is_refused(tmp_path, model_type):
         )
 
 
+def test_a_mask_where_the_training_needs_one(tmp_path):
+    train = write_csv(tmp_path / "a.csv", TEXTS, LABELS)
+    needing = {"token_dropout": 0.1}
+    plain, masked = make_job(train=train), make_job(train=train, training=needing)
+    assert dataset.data_fingerprint(plain) != dataset.data_fingerprint(masked)
+    assert dataset.prepare(masked, tmp_path / "data")["vocab_size"] == 320
+    assert Tokenizer.load(tmp_path / "data" / "tokenizer.model").mask_id == 2
+    assert not any(np.isin(2, dataset.Split.load(tmp_path / "data", s).tokens) for s in ("train", "validation", "test"))
+
+    for name, options in (("with", {"control_symbols": ["<mask>"]}), ("without", {})):
+        (tmp_path / name).write_bytes(foreign_model(**options, vocab_size=70))
+    own = make_job(train=train, tokenizer={"model_file": f"{tmp_path}/with"}, training=needing)
+    dataset.prepare(own, tmp_path / "own")
+    assert Tokenizer.load(tmp_path / "own" / "tokenizer.model").mask_id == 2
+    with pytest.raises(JobError, match="without has no control symbol <mask>.*Train it with --control_symbols=<mask>"):
+        dataset.data_fingerprint(
+            make_job(train=train, tokenizer={"model_file": f"{tmp_path}/without"}, training=needing)
+        )
+
+
 def test_a_vocabulary_the_data_does_not_allow_is_a_job_error(tmp_path):
     job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, LABELS), tokenizer={"vocab_size": 8000})
     with pytest.raises(JobError, match=r"Set tokenizer.vocab_size to at most \d+"):

@@ -86,6 +86,24 @@ def test_samples_are_drawn_in_proportion():
     np.testing.assert_allclose(found, shares / shares.sum(), atol=0.032)  # 4 standard deviations
 
 
+def test_a_mask_is_a_control_symbol(tokenizer):
+    with_mask = text.Tokenizer(text.train_tokenizer(TEXTS, 300, mask=True))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=with_mask.model)
+    assert (with_mask.vocab_size, with_mask.mask_id, processor.id_to_piece(2)) == (300, 2, "<mask>")
+    assert with_mask.pieces[:3] == [None] * 3
+    rows = with_mask.encode(["<mask>", "good <mask> film", *TEXTS])
+    assert 2 not in np.concatenate([*rows, *(with_mask.sample("good <mask> film", 0.2, seed) for seed in range(20))])
+    assert processor.decode(rows[0].tolist()) == "<mask>"
+    assert tokenizer.mask_id == -1
+    # One that a text can be parsed into is none.
+    assert text.Tokenizer(foreign_model(user_defined_symbols=["<mask>"], vocab_size=70)).mask_id == -1
+
+
+def test_a_tokenizer_without_a_mask_is_what_it_was(tokenizer):
+    # Of SentencePiece 0.2.1: a published model's tokenizer comes out again.
+    assert tokenizer.sha256 == "6198c502cfa90efdfaa01bf2fc45baa1e3d57445c9aa0d5f871e64aaeddf6809"
+
+
 def test_empty_inputs(tokenizer):
     assert tokenizer.encode([]) == []
     assert [len(row) for row in tokenizer.encode(["", "  \n"])] == [0, 0]

@@ -373,7 +373,7 @@ def test_checkpoints_of_another_key_are_refused(whole, run_dir):
 
 @pytest.mark.parametrize(
     "section",
-    [{"subword_regularization": 0.6}, {"subword_sampling": 0.5, "subword_alpha": 0.05}],
+    [{"subword_regularization": 0.6}, {"subword_sampling": 0.5, "subword_alpha": 0.05, "token_dropout": 0.2}],
     ids=lambda section: next(iter(section)),
 )
 def test_resume_is_exact_when_epochs_have_their_own_rows(data_file, tmp_path, section):
@@ -401,10 +401,35 @@ def test_resume_is_exact_when_epochs_have_their_own_rows(data_file, tmp_path, se
     # All the same each epoch is a third of the learning rate's course: a tenth up to the peak, then half a cosine.
     done = np.concatenate([epoch + np.arange(count) / count for epoch, count in enumerate(counts)])
     rates = np.array([row["learning_rate"] for row in rows])
-    assert rates.max() == 0.05 and np.argmax(rates) == pytest.approx(0.1 * steps, abs=1)
+    assert rates.max() == pytest.approx(0.05) and np.argmax(rates) == pytest.approx(0.1 * steps, abs=1)
     falling = done / 3 > 0.12
     expected = 0.025 * (1 + np.cos(np.pi * (done / 3 - 0.1) / 0.9))
     np.testing.assert_allclose(rates[falling], expected[falling], atol=0.05 * np.pi / 2 / steps)  # within one step
+
+
+def test_hidden_tokens_are_in_training_batches_only(data_file, tmp_path, monkeypatch):
+    """What the compiled steps are given."""
+    job = make_job(data_file, token_dropout=0.2)
+    dataset.prepare(job, tmp_path / "data")
+    trained, predicted = [], []
+
+    def recording(compile_step, given):
+        def compile_and_record(*args):
+            step = compile_step(*args)
+            return lambda token_ids, *rest: given.append(np.array(token_ids)) or step(token_ids, *rest)
+
+        return compile_and_record
+
+    monkeypatch.setattr(training, "compile_train_step", recording(training.compile_train_step, trained))
+    monkeypatch.setattr(training, "compile_predict", recording(training.compile_predict, predicted))
+    training.train(job, tmp_path, KEY, Stub())
+    batches = len(trained) // 3
+    for epoch in (trained[:batches], trained[-batches:]):
+        tokens = np.concatenate([token_ids.ravel() for token_ids in epoch])
+        assert np.mean(tokens[tokens != 0] == 2) == pytest.approx(0.2, abs=0.025)  # 4 standard deviations
+        split = dataset.Split.load(tmp_path / "data", "train")
+        assert np.count_nonzero(tokens) == len(split.tokens)
+    assert predicted and not any((token_ids == 2).any() for token_ids in predicted)
 
 
 def test_a_signal_while_the_rows_are_made(data_file, data_dir, run_dir, monkeypatch):
