@@ -1,7 +1,8 @@
-"""Batches as a pure function of (lengths, batch_tokens, seed, epoch): resuming needs no iterator state."""
+"""Batches as a pure function of the rows and (seed, epoch): resuming needs no iterator state."""
 
 import numpy as np
 
+from pipeline.contract import PAD_ID
 from pipeline.seeds import derive_seed
 
 _POOL_BATCHES = 32
@@ -43,6 +44,37 @@ def sequential_plan(lengths, batch_tokens):
     """
     lengths = np.maximum(np.asarray(lengths, np.int64), 1)
     return _cut(np.argsort(-lengths, kind="stable"), lengths, batch_tokens)
+
+
+def drop_tokens(token_ids, rows, rate, mask_id, seed, epoch):
+    """Hides tokens behind MASK, anew in each epoch.
+
+    Which tokens of a row are hidden depends on (seed, epoch, the row's number) only, so not on its batch mates.
+
+    Args:
+        token_ids: int32 `[B, T]`, left as it is.
+        rows: int64 `[B]`, numbers of the rows in their split.
+        rate: chance of each token but PAD, in [0, 1].
+        mask_id: MASK's id.
+        seed: the job's seed.
+        epoch: number of the epoch.
+
+    Returns:
+        int32 `[B, T]`.
+    """
+    # A random number for each (row, position) without a generator for each row: counters, hashed.
+    key = np.uint64(derive_seed(seed, f"token-dropout/{epoch}") << 32)
+    row_keys = _hash(key + rows.astype(np.uint64))[:, None]  # [B, 1]
+    uniform = _hash(row_keys + np.arange(token_ids.shape[1], dtype=np.uint64)) * 2.0**-64  # [B, T]
+    return np.where((uniform < rate) & (token_ids != PAD_ID), np.int32(mask_id), token_ids)
+
+
+def _hash(counters):
+    """SplitMix64 (Steele et al. 2014) at these points of its sequence: uint64 -> uint64, modulo 2**64."""
+    z = counters * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def _cut(order, lengths, batch_tokens):

@@ -9,7 +9,7 @@ from keras import ops
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers import MaskedMeanPooling, PreNormEncoderLayer, SinusoidalPosition
 from pipeline.layers.attention import padding_mask
-from pipeline.layers.dense import dense
+from pipeline.layers.dense import Dense
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.normalization import LayerNorm
 from pipeline.seeds import derive_seed
@@ -91,7 +91,9 @@ class EncoderClassifier(keras.Model):
         self.head_dropout = Dropout(
             head_dropout, seed=derive_seed(seed, "head_dropout"), dtype="float32", name="head_dropout"
         )
-        self.head = dense(self, num_classes, "head", dtype="float32")
+        # Small: the first answers are near 1 / C for every class, and the first loss near ln C.
+        initial = keras.initializers.RandomNormal(stddev=0.02, seed=derive_seed(seed, "head"))
+        self.head = Dense(num_classes, kernel_initializer=initial, dtype="float32", name="head")
 
     def build(self, token_ids_shape=None):
         """Creates every weight; no data is needed."""

@@ -14,6 +14,7 @@ from pipeline.contract import JOB_NAME
 from pipeline.errors import JobError
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -110,12 +111,25 @@ class TrainingConfig(_Section):
     keep_checkpoints: Positive = 3
     patience: Count = 3  # evaluations without improvement; 0 = off
     subword_regularization: Fraction = 0.0  # chance that a piece is split in two, anew each epoch; 0 = off
+    subword_sampling: Share = 0.0  # share of the texts whose segmentation is drawn anew each epoch; 0 = off
+    subword_alpha: Annotated[float, Field(gt=0.0)] = 0.2  # of subword_sampling: the lower, the more evenly drawn
+    token_dropout: Fraction = 0.0  # share of the tokens hidden behind <mask>, anew each epoch; 0 = off
     label_smoothing: Fraction = 0.0  # share of the target spread evenly over all classes
     class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] = "none"
     r_drop: Annotated[float, Field(ge=0.0)] = 0.0  # weight of the divergence between two passes; 0 = one pass
     ema_decay: Fraction = 0.0  # moving average of the weights, which is evaluated and exported; 0 = off
     accumulate_batches: Positive = 1  # batches that make one optimizer step
     log_every_steps: Positive = 10
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if self.subword_regularization and self.subword_sampling:
+            raise ValueError(
+                "training.subword_regularization and training.subword_sampling are two ways to the same end: set one "
+                f"of them to 0. Received: subword_regularization={self.subword_regularization}, "
+                f"subword_sampling={self.subword_sampling}"
+            )
+        return self
 
 
 class EvaluationConfig(_Section):

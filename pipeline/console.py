@@ -34,8 +34,8 @@ class Console:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or Python's exit tries again, and fails
 
     @contextlib.contextmanager
-    def training(self, steps):
-        """Yields the progress of a training of `steps` steps."""
+    def training(self):
+        """Yields the progress of a training."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -44,7 +44,7 @@ class Console:
             TextColumn("loss {task.fields[loss]:.4f}"),
         )
         with Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal) as bar:
-            yield _TrainingProgress(self, bar, bar.add_task("training", total=steps, loss=float("nan")))
+            yield _TrainingProgress(self, bar, bar.add_task("training", total=None, loss=float("nan")))
 
 
 class _TrainingProgress:
@@ -52,6 +52,10 @@ class _TrainingProgress:
         self._console = console
         self._bar = bar
         self._task = task
+
+    def expect(self, steps):
+        """Sets the number of steps at the end of the bar."""
+        self._bar.update(self._task, total=steps)
 
     def step(self, progress, loss):
         """Moves the bar to `progress.step`."""

@@ -14,6 +14,7 @@ from pipeline.errors import ArtifactError
 # Token ids. Padding and truncation are at the end.
 PAD_ID = 0
 UNK_ID = 1
+MASK = "<mask>"  # the piece that stands for a hidden token, where a tokenizer has one; no text is parsed into it
 
 # Tensor names.
 TOKEN_IDS = "token_ids"
@@ -23,6 +24,10 @@ LOGITS = "logits"
 PROBABILITIES = "probabilities"
 SERVING_SIGNATURE = "serving_default"
 TOKEN_IDS_SIGNATURE = "token_ids"
+
+# Figures in the rows of metrics.jsonl that tell how fast a process was; all others are the same however often training
+# was killed.
+TIMINGS = frozenset({"real_tokens_per_s", "waiting_share", "training_s", "waiting_s", "validating_s", "saving_s"})
 
 # Files of a version directory.
 MANIFEST = "manifest.json"

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config import fingerprint
-from pipeline.contract import PAD_ID, TOKENIZER_MODEL, UNK_ID, list_files, sha256_file
-from pipeline.errors import DataError
+from pipeline.contract import MASK, PAD_ID, TOKENIZER_MODEL, UNK_ID, list_files, sha256_file
+from pipeline.errors import DataError, JobError
 from pipeline.files import read_json, staged_directory, write_json
 from pipeline.reading import file_form, find_files, join_some, read_table
 from pipeline.splitting import SPLITS, check_splits, describe_duplicates, split_rows
@@ -20,7 +20,7 @@ LABELS = "labels.json"
 REPORT = "report.json"
 TEXTS = "texts.jsonl"
 
-_FORMAT = 1  # part of the fingerprint: what was written in another way is prepared again
+_FORMAT = 2  # part of the fingerprint: what was written in another way is prepared again
 _FEW_ROWS = 10  # a class with fewer training rows gets a warning
 _ENCODE_ROWS = 8192
 
@@ -43,7 +43,7 @@ def data_fingerprint(job):
         files = find_files(data[split]) if data[split] else []
         data[split] = [(file_form(path), sha256_file(path)) for path in files]
     model_file = job.tokenizer.model_file
-    tokenizer = Tokenizer.load(model_file).sha256 if model_file else job.tokenizer.vocab_size
+    tokenizer = _load_tokenizer(job).sha256 if model_file else (job.tokenizer.vocab_size, _needs_mask(job))
     return fingerprint(_FORMAT, data, tokenizer, job.model.max_length)
 
 
@@ -52,7 +52,7 @@ def prepare(job, data_dir):
 
     Writes `tokenizer.model`, `labels.json` (sorted), `report.json` and per split `tokens.npy` (int32, flat, rows cut
     at `model.max_length`), `offsets.npy` (int64 `[rows + 1]`), `labels.npy` (int32 `[rows]`), `rows.npy` (int64
-    `[rows]`, the row's number in its source) and, train aside, `texts.jsonl` (a JSON string per row).
+    `[rows]`, the row's number in its source) and `texts.jsonl` (a JSON string per row).
 
     Args:
         job: a `JobConfig`.
@@ -111,8 +111,29 @@ def prepared(data_dir, key):
 
 def _tokenizer(job, texts):
     if job.tokenizer.model_file:
-        return Tokenizer.load(job.tokenizer.model_file)
-    return Tokenizer(train_tokenizer(texts, job.tokenizer.vocab_size))
+        return _load_tokenizer(job)
+    return Tokenizer(train_tokenizer(texts, job.tokenizer.vocab_size, _needs_mask(job)))
+
+
+def _needs_mask(job):
+    return job.training.token_dropout > 0
+
+
+def _load_tokenizer(job):
+    """Returns the user's own tokenizer; refuses one that cannot do what the training asks of it."""
+    path = job.tokenizer.model_file
+    tokenizer = Tokenizer.load(path)
+    if job.training.subword_sampling and not tokenizer.can_sample:
+        raise JobError(
+            f"tokenizer.model_file={path} has one way to spell a text, so none can be drawn. Give a unigram or BPE "
+            f"model, or set training.subword_sampling to 0. Received: {job.training.subword_sampling}"
+        )
+    if _needs_mask(job) and tokenizer.mask_id < 0:
+        raise JobError(
+            f"tokenizer.model_file={path} has no control symbol {MASK} to put in the place of tokens. Train it with "
+            f"--control_symbols={MASK}, or set training.token_dropout to 0. Received: {job.training.token_dropout}"
+        )
+    return tokenizer
 
 
 def _write_split(directory, split, labels, tokenizer, max_length):
@@ -126,9 +147,8 @@ def _write_split(directory, split, labels, tokenizer, max_length):
     np.save(directory / "offsets.npy", offsets)
     np.save(directory / "labels.npy", np.array([index[label] for label in split.labels], np.int32))
     np.save(directory / "rows.npy", split.numbers)
-    if directory.name != "train":
-        with open(directory / TEXTS, "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(text) + "\n" for text in split.texts)
+    with open(directory / TEXTS, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(text) + "\n" for text in split.texts)
     rows, counts = len(split.texts), collections.Counter(split.labels)
     percentiles = {f"p{q}": int(np.percentile(lengths, q, method="higher")) for q in (50, 90, 95, 99)}
     return {
@@ -242,11 +262,17 @@ def load_report(data_dir):
 
 
 def load_texts(data_dir, name):
-    """Returns the texts of the split "validation" or "test". Raises DataError where `prepare` has not been."""
+    """Returns the texts of a split in the order of its rows. Raises DataError where `prepare` has not been."""
+    return list(iterate_texts(data_dir, name))
+
+
+def iterate_texts(data_dir, name):
+    """Yields what `load_texts` returns, holding one text at a time."""
     path = Path(data_dir) / name / TEXTS
     try:
         with open(path, encoding="utf-8") as f:
-            return [json.loads(line) for line in f]
+            for line in f:
+                yield json.loads(line)
     except (OSError, ValueError) as e:
         raise _unprepared(path, e) from e
 

@@ -103,7 +103,7 @@ class LossScale:
 
 
 class WeightAverage:
-    """Exponential moving average of the weights (Polyak and Juditsky 1992): often better, and less noisy, than the last.
+    """Exponential moving average of the weights (Polyak and Juditsky 1992): less noisy than the last.
 
     After step t an average moves by 1 - min(decay, (1 + t) / (10 + t)) towards its weight, so that the initial weights
     are soon forgotten.

@@ -1,16 +1,56 @@
-"""Subword regularization: pieces split at random, anew each epoch, so that few texts teach more.
+"""Texts spelled in other pieces, anew each epoch, so that few texts teach more.
 
-The idea is Kudo's (2018, "Subword Regularization"); the way is BPE-dropout's (Provilkov et al. 2020): a piece of the
-best segmentation is replaced by two pieces that spell it. It works on token ids, so no text is encoded again, and its
-random numbers are our own: SentencePiece's sampler has one generator per thread that cannot be set back, so a resumed
-run would not be the same run.
+The idea is Kudo's (2018, "Subword Regularization"). `sample_split` is his way: SentencePiece draws from all
+segmentations of a text. `PieceSplitter` is BPE-dropout's (Provilkov et al. 2020): a piece of the best segmentation is
+replaced by two pieces that spell it; it works on token ids, so no text is encoded again.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
 from pipeline.seeds import derive_seed
+
+
+def sample_split(split, texts, tokenizer, share, alpha, max_length, seed, epoch, pause=lambda: None):
+    """Returns the rows of one epoch, about a `share` of them with a segmentation drawn from all there are.
+
+    What becomes of row i depends on its text and on (seed, epoch, i) only.
+
+    Args:
+        split: a `pipeline.dataset.Split`, left as it is.
+        texts: its texts, an iterable in the order of the rows.
+        tokenizer: the `pipeline.text.Tokenizer` that made `split`.
+        share: chance of a row to be drawn, in [0, 1].
+        alpha: as in `Tokenizer.sample`.
+        max_length: longest row, in tokens; longer ones are cut at the end.
+        seed: the job's seed.
+        epoch: number of the epoch.
+        pause: called after each text, e.g. to let other threads run.
+
+    Returns:
+        A `Split` in memory.
+    """
+    # Two streams, so that the numbers of a row do not depend on how many rows there are.
+    chosen, seeds = (_generator(seed, f"subword-{name}/{epoch}") for name in ("rows", "seeds"))
+    chosen = chosen.random(len(split)) < share  # [rows]
+    seeds = seeds.integers(2**31, size=len(split))  # [rows]
+    rows = []
+    for text, row_seed in zip(itertools.compress(texts, chosen), seeds[chosen].tolist(), strict=True):
+        rows.append(tokenizer.sample(text, alpha, row_seed)[:max_length])
+        pause()
+    lengths = split.lengths.copy()
+    lengths[chosen] = [len(row) for row in rows]
+    drawn = np.repeat(chosen, lengths)  # [tokens]
+    tokens = np.empty(len(drawn), np.int32)
+    tokens[drawn] = np.concatenate([np.empty(0, np.int32), *rows])
+    tokens[~drawn] = split.tokens[np.repeat(~chosen, split.lengths)]
+    return dataclasses.replace(split, tokens=tokens, offsets=np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _generator(seed, name):
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, name)))
 
 
 class PieceSplitter:
@@ -48,7 +88,7 @@ class PieceSplitter:
         Returns:
             A `Split` in memory; a pure function of the arguments.
         """
-        rng = np.random.Generator(np.random.PCG64(derive_seed(seed, f"subwords/{epoch}")))
+        rng = _generator(seed, f"subwords/{epoch}")
         tokens, offsets = np.asarray(split.tokens), split.offsets
         may_split = np.ones(len(tokens), bool)
         for _ in range(2):

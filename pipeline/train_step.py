@@ -51,9 +51,9 @@ class TrainStep:
             rate: the learning rate.
 
         Returns:
-            (loss, gradient norm) as floats: the objective, in nats, averaged over the rows of all batches by their class
-            weights; the global norm of the gradients before clipping, infinite when float16 overflowed and the step was
-            skipped.
+            (loss, gradient norm) as floats: the objective, in nats, averaged over the rows of all batches by their
+            class weights; the global norm of the gradients before clipping, not finite when float16 overflowed and the
+            step was skipped.
         """
         total = np.float32(sum(self.class_weights[labels].sum() for _, labels in batches))
         for token_ids, labels in batches[:-1]:

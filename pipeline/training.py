@@ -10,16 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from pipeline import checkpoint, dataset, evaluation
-from pipeline.batches import epoch_plan, sequential_plan
+from pipeline.ahead import Ahead
+from pipeline.batches import drop_tokens, epoch_plan, sequential_plan
 from pipeline.checkpoint import BEST, CHECKPOINTS, Progress
 from pipeline.classifier import build_classifier, compile_predict
+from pipeline.clock import Clock
 from pipeline.contract import TOKENIZER_MODEL
 from pipeline.errors import Interrupted, JobError, TrainingError
 from pipeline.files import remove_staged
 from pipeline.losses import class_weights
 from pipeline.optimization import learning_rate
 from pipeline.record import Record
-from pipeline.subwords import PieceSplitter
+from pipeline.subwords import PieceSplitter, sample_split
 from pipeline.text import Tokenizer
 from pipeline.train_step import TrainStep
 
@@ -46,7 +48,7 @@ def train(job, run_dir, key, console):
             stop.check()
         except Interrupted as e:
             raise Interrupted(
-                f"{e} at step {trainer.progress.step} of {trainer.steps}; the state is saved in "
+                f"{e} at step {trainer.done}; the state is saved in "
                 f"{trainer.run_dir / CHECKPOINTS}. Run the same command again to go on."
             ) from None
 
@@ -103,9 +105,10 @@ class _Trainer:
         self.labels = dataset.load_labels(data_dir)
         self.train_split = dataset.Split.load(data_dir, "train")
         self.validation_split = dataset.Split.load(data_dir, "validation")
-        tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
+        self.tokenizer = tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
         training = job.training
         self.splitter = PieceSplitter(tokenizer) if training.subword_regularization else None
+        self.epochs = Ahead(self._make_epoch, training.epochs)
         self.model = build_classifier(
             job.model, tokenizer.vocab_size, len(self.labels), seed=job.seed, dtype=training.precision
         )
@@ -113,8 +116,9 @@ class _Trainer:
         weights = class_weights(training.class_weights, self.labels, counts)
         self.train_step = TrainStep(self.model, training, weights)
         self.predict = compile_predict(self.model)
-        self.steps = sum(len(self._epoch(epoch)[1]) for epoch in range(training.epochs))
         self.progress = Progress()
+        self.clock = Clock()
+        self.tokens_since_log = 0
         self.saved_at = time.monotonic()
 
     # The loop, in the order things happen.
@@ -124,62 +128,94 @@ class _Trainer:
         if self.progress.finished:
             return
         self.record = Record(self.run_dir, self.progress.metrics_bytes, self.console.warn)
-        with self.record, self.console.training(self.steps) as bar:
+        with self.record, self.epochs, self.console.training() as bar:
             while not self.progress.finished:
-                split, plan = self._epoch(self.progress.epoch)
-                self._start_clock()
                 try:
+                    split, plan = self._epoch(stop, bar)
                     for batch in range(self.progress.batch, len(plan)):
                         stop.check()
-                        self._train_step(split, plan[batch], bar)
+                        self._train(split, plan, bar)
                         self._save_if_due(is_last=batch + 1 == len(plan))
                     self._end_epoch(stop, bar)
                 except Interrupted:
                     self._save()
                     raise
 
-    def _epoch(self, epoch):
-        """Returns the rows of an epoch and their batches; a pure function of the seed and the epoch."""
-        split, training, seed = self.train_split, self.job.training, self.job.seed
-        if self.splitter:
-            rate, max_length = training.subword_regularization, self.job.model.max_length
-            split = self.splitter.split(split, rate, max_length, seed, epoch)
-        return split, epoch_plan(split.lengths, training.batch_tokens, seed, epoch)
+    def _epoch(self, stop, bar):
+        """Returns the rows of the present epoch and the batches of each of its steps."""
+        with self.clock("waiting"):
+            split, plan = self.epochs.get(self.progress.epoch, stop.check)
+        epochs_left = self.job.training.epochs - self.progress.epoch
+        bar.expect(self.progress.step - self.progress.batch + epochs_left * len(plan))
+        return split, plan
 
-    def _train_batch(self, split, rows, bar):
-        training = self.job.training
-        step, epoch = self.progress.step, self.progress.epoch
-        token_ids = split.token_ids(rows)
-        rate = learning_rate(step, self.steps, training.learning_rate, training.warmup_ratio)
-        loss, gradient_norm = self.train_step(token_ids, split.labels[rows], np.float32(rate))
-        loss, gradient_norm = float(loss), float(gradient_norm)
-        self._require_finite(loss, gradient_norm, rows)
-        self.progress = dataclasses.replace(self.progress, step=step + 1, batch=self.progress.batch + 1)
-        real_tokens = int(np.count_nonzero(token_ids))
+    def _make_epoch(self, epoch, pause):
+        """The rows of an epoch and the batches of each of its steps; a pure function of the seed and the epoch."""
+        split, training, seed = self.train_split, self.job.training, self.job.seed
+        max_length = self.job.model.max_length
+        if training.subword_sampling:
+            texts = dataset.iterate_texts(self.run_dir / "data", "train")
+            share, alpha = training.subword_sampling, training.subword_alpha
+            split = sample_split(split, texts, self.tokenizer, share, alpha, max_length, seed, epoch, pause)
+        elif self.splitter:
+            split = self.splitter.split(split, training.subword_regularization, max_length, seed, epoch)
+        batches = epoch_plan(split.lengths, training.batch_tokens, seed, epoch)
+        size = training.accumulate_batches
+        return split, [batches[i : i + size] for i in range(0, len(batches), size)]
+
+    def _train(self, split, plan, bar):
+        """Does the step that `self.progress` stands before."""
+        training, progress = self.job.training, self.progress
+        step_rows = plan[progress.batch]
+        with self.clock("waiting"):
+            batches = [self._batch(split, rows) for rows in step_rows]
+        # Epochs may differ in their number of steps. As if all had this one's, the rate follows the share of the
+        # training that is done, and needs no epoch but this one.
+        position, end = progress.epoch * len(plan) + progress.batch, training.epochs * len(plan)
+        rate = learning_rate(position, end, training.learning_rate, training.warmup_ratio)
+        with self.clock("training"):
+            loss, gradient_norm = self.train_step(batches, rate)
+        self._require_finite(loss, gradient_norm, np.concatenate(step_rows))
+        self.progress = dataclasses.replace(progress, step=progress.step + 1, batch=progress.batch + 1)
+        real_tokens = sum(np.count_nonzero(token_ids) for token_ids, _ in batches)
         self.tokens_since_log += real_tokens
         bar.step(self.progress, loss)
         if self.progress.step % training.log_every_steps == 0:
+            seconds, tokens, self.tokens_since_log = self.clock.lap("log"), self.tokens_since_log, 0
+            busy = seconds["training"] + seconds["waiting"]
             self.record.add(
                 {
                     "kind": "train",
                     "step": self.progress.step,
-                    "epoch": epoch,
+                    "epoch": progress.epoch,
                     "loss": loss,
                     "learning_rate": rate,
                     "gradient_norm": gradient_norm if math.isfinite(gradient_norm) else None,  # JSON knows no infinity
-                    "padded_share": 1.0 - real_tokens / token_ids.size,
-                    "real_tokens_per_s": self.tokens_since_log / max(time.monotonic() - self.logged_at, 1e-9),
+                    "padded_share": 1.0 - real_tokens / sum(token_ids.size for token_ids, _ in batches),
+                    "real_tokens_per_s": tokens / busy,
+                    "waiting_share": seconds["waiting"] / busy,
                 }
             )
-            self._start_clock()
 
-    def _start_clock(self):
-        self.logged_at, self.tokens_since_log = time.monotonic(), 0
+    def _batch(self, split, rows):
+        token_ids = split.token_ids(rows)
+        if rate := self.job.training.token_dropout:
+            seed, epoch = self.job.seed, self.progress.epoch
+            token_ids = drop_tokens(token_ids, rows, rate, self.tokenizer.mask_id, seed, epoch)
+        return token_ids, split.labels[rows]
+
+    @property
+    def done(self):
+        return f"{self.progress.step}, {self.progress.epoch} of {self.job.training.epochs} epochs done"
 
     def _end_epoch(self, stop, bar):
         progress, metric = self.progress, self.job.evaluation.metric
-        figures = self._validate(stop)
-        self.record.add({"kind": "validation", "step": progress.step, "epoch": progress.epoch, **figures})
+        with self.clock("validating"), self.train_step.evaluated_weights():
+            figures = self._validate(stop)
+            weights = {f"{i:04d} {v.path}": v.numpy() for i, v in enumerate(self.model.weights)}
+        seconds = self.clock.lap("epoch")
+        times = {f"{activity}_s": seconds[activity] for activity in ("training", "waiting", "validating", "saving")}
+        self.record.add({"kind": "validation", "step": progress.step, "epoch": progress.epoch, **figures, **times})
         bar.epoch(progress, figures)
         value = figures[metric]
         better = progress.best_step < 0 or self.job.evaluation.is_better(value, progress.best_value)
@@ -197,8 +233,8 @@ class _Trainer:
         )
         if better:
             # Before the checkpoint that names it: a kill in between repeats this epoch's end and writes it again.
-            weights = {f"{i:04d} {v.path}": v.numpy() for i, v in enumerate(self.model.weights)}
-            checkpoint.save(self.run_dir / BEST, weights, self.progress, self.key)
+            with self.clock("saving"):
+                checkpoint.save(self.run_dir / BEST, weights, self.progress, self.key)
         self._save()
 
     def _validate(self, stop):
@@ -230,8 +266,7 @@ class _Trainer:
 
     def _variables(self):
         # By position: names of seed generators depend on how many models the process has built.
-        of_model = {f"model {i:04d}": v for i, v in enumerate(self.model.variables)}
-        return of_model | {f"optimizer {i:04d}": v for i, v in enumerate(self.optimizer.variables)}
+        return {f"{i:04d}": v for i, v in enumerate(self.train_step.variables)}
 
     def _save_if_due(self, is_last):
         training = self.job.training
@@ -245,7 +280,8 @@ class _Trainer:
         self.progress = dataclasses.replace(self.progress, metrics_bytes=self.record.num_bytes)
         arrays = {name: v.numpy() for name, v in self._variables().items()}
         directory = self.run_dir / CHECKPOINTS
-        checkpoint.save(directory, arrays, self.progress, self.key)
+        with self.clock("saving"):
+            checkpoint.save(directory, arrays, self.progress, self.key)
         kept = checkpoint.steps(directory)[-self.job.training.keep_checkpoints :]
         checkpoint.prune(directory, kept)
         # Every kept checkpoint keeps the best weights it names, in case the newer ones turn out damaged.
@@ -267,4 +303,4 @@ class _Trainer:
             variable.assign(found.arrays[name])
         self.progress = found.progress
         if not self.progress.finished:
-            self.console.note(f"going on from step {self.progress.step} of {self.steps}")
+            self.console.note(f"going on from step {self.done}")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.contract import TIMINGS
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300
 
@@ -285,7 +287,7 @@ def training_result(run_dir):
     assert progress["finished"]
     with np.load(Path(run_dir) / "best" / f"step-{progress['best_step']:08d}" / "state.npz") as state:
         weights = {name: state[name] for name in state.files}
-    rows = [{k: v for k, v in row.items() if k != "real_tokens_per_s"} for row in metrics_rows(run_dir)]
+    rows = [{k: v for k, v in row.items() if k not in TIMINGS} for row in metrics_rows(run_dir)]
     return weights, rows
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract import MANIFEST, Manifest, list_files
+from pipeline.text import Tokenizer
 from tests.jobs import (
     LABELS,
     contents,
@@ -86,7 +87,7 @@ def test_killed_job_finishes_and_publishes(resumed):
     assert state["versions"] == []
     assert 20 <= state["steps"] < 40, "killed too late to show anything"
     assert finished.code == 0, finished.stderr
-    assert re.search(r"^going on from step [1-9]\d* of \d+$", finished.stderr, re.MULTILINE)
+    assert re.search(r"^going on from step [1-9]\d*, \d of 3 epochs done$", finished.stderr, re.MULTILINE)
     assert job.versions == ["1"]
     assert job.leftovers() == []
 
@@ -377,6 +378,22 @@ def test_a_published_job_is_done_whatever_happened_to_its_run_directory(publishe
     assert (done.code, "nothing to do" in done.stderr) == (0, True), done.stderr
     assert "published" in done.stdout
     assert job.versions == ["1"]
+
+
+def test_a_job_with_hidden_and_drawn_tokens_is_published(tmp_path):
+    """Its tokenizer has a mask: the exported graphs were compared with it, on texts that name it, too."""
+    rows = [(f"{text} <mask>" if i % 3 else text, label) for i, (text, label) in enumerate(make_rows())]
+    job = make_job(tmp_path, rows, training={"token_dropout": 0.1, "subword_sampling": 0.5, "epochs": 2})
+    done = job.run()
+    assert done.code == 0, done.stderr
+    (version,) = job.versions
+    manifest = Manifest.read(job.model_dir / version)
+    assert "onnx/model.text.onnx" in manifest.files and not manifest.warnings
+    tokenizer = Tokenizer.load(job.model_dir / version / "tokenizer.model")
+    assert tokenizer.mask_id == 2
+    assert 2 not in tokenizer.encode(["<mask>"])[0]
+    again = job.run()
+    assert (again.code, "nothing to do" in again.stderr) == (0, True), again.stderr
 
 
 def test_a_lost_run_directory_does_not_publish_the_same_again(published, tmp_path):

@@ -14,11 +14,11 @@ _ROW = 16  # values in a row of the table: 64 bytes, so that TensorFlow reads a 
 
 @keras.saving.register_keras_serializable(package="pipeline")
 class Dropout(keras.layers.Layer):
-    """Sets a share `rate` of the values to zero in training and divides the others by 1 - rate, in float32 or better.
+    """Sets a share `rate` of the values to zero in training and divides the others by 1 - rate.
 
-    On a CPU the mask is cut out of a fixed table of random zeros and ones, at a place drawn anew for every call: drawing
-    every value anew, as `keras.layers.Dropout` does, took a quarter of a training step (benchmarks/NOTES.md). On a GPU
-    every value is drawn anew.
+    On a CPU the mask is cut out of a fixed table of random zeros and ones, at a place drawn anew for every call:
+    drawing every value anew, as `keras.layers.Dropout` does, took a quarter of a training step (benchmarks/NOTES.md).
+    On a GPU every value is drawn anew.
 
     Args:
         rate: share of the values that are dropped, in [0, 1).
@@ -60,7 +60,8 @@ def _mask(shape, rate, seed):
     rows = (count + _ROW - 1) // _ROW
     start = tf.random.stateless_uniform([], seed, 0, _WINDOW // _ROW, tf.int32)
     window = _table(rate)[start : start + tf.minimum(rows, _WINDOW // _ROW)]
-    window = tf.cond(rows > _WINDOW // _ROW, lambda: tf.tile(window, [rows // (_WINDOW // _ROW) + 1, 1]), lambda: window)
+    times = (rows - 1) // (_WINDOW // _ROW) + 1
+    window = tf.cond(times > 1, lambda: tf.tile(window, [times, 1]), lambda: window)  # once would copy it
     return tf.reshape(tf.reshape(window, [-1])[:count], shape)
 
 

@@ -87,6 +87,52 @@ def test_batch_mates_change_from_epoch_to_epoch():
     assert (together * (together - 1)).sum() / (size * (size - 1)).sum() < 0.1
 
 
+def dropped(token_ids, rows=None, rate=0.3, seed=1, epoch=2):
+    rows = np.arange(len(token_ids)) if rows is None else np.asarray(rows)
+    return batches.drop_tokens(np.asarray(token_ids, np.int32), rows, rate, 2, seed, epoch)
+
+
+def test_a_share_of_the_tokens_is_hidden_and_never_padding():
+    token_ids = np.full((400, 500), 7, np.int32)
+    token_ids[:, 300:] = 0
+    found = dropped(token_ids)
+    assert found.dtype == np.int32
+    assert (token_ids[:, :300] == 7).all()  # left as it was
+    assert (found[:, 300:] == 0).all()
+    hidden = found[:, :300] == 2
+    assert (hidden | (found[:, :300] == 7)).all()
+    # 4 standard deviations, of all tokens, of the rows and of the positions; and of neighbours both ways.
+    assert hidden.mean() == pytest.approx(0.3, abs=4 * (0.21 / hidden.size) ** 0.5)
+    assert hidden.mean(axis=1).std() == pytest.approx((0.21 / 300) ** 0.5, rel=4 / (2 * 400) ** 0.5)
+    assert hidden.mean(axis=0).std() == pytest.approx((0.21 / 400) ** 0.5, rel=4 / (2 * 300) ** 0.5)
+    for a, b in ((hidden[:, 1:], hidden[:, :-1]), (hidden[1:], hidden[:-1])):
+        assert (a & b).mean() == pytest.approx(0.09, abs=0.005)
+    np.testing.assert_array_equal(dropped(token_ids, rate=0.0), token_ids)
+    assert (dropped(token_ids, rate=1.0)[:, :300] == 2).all()
+
+
+def test_what_is_hidden_depends_on_seed_epoch_and_row_alone():
+    token_ids = np.arange(3, 603, dtype=np.int32).reshape(6, 100)
+    found = dropped(token_ids, rows=[5, 0, 3, 9, 70_000, 1])
+    alone = dropped(np.pad(token_ids[[4, 2]], ((0, 0), (0, 9))), rows=[70_000, 3])
+    np.testing.assert_array_equal(alone[:, :100], found[[4, 2]])
+    for other in ({"seed": 2}, {"epoch": 3}):
+        assert ((dropped(token_ids, **other) == 2) != (dropped(token_ids) == 2)).mean() == pytest.approx(0.42, abs=0.09)
+
+
+def test_hidden_tokens_stay_what_they_were():
+    # A checkpoint holds the position only: other tokens for the same arguments would break its resume.
+    found = dropped(np.full((3, 12), 7), rows=[0, 1, 100_000], seed=17, epoch=1)
+    hidden = ["".join("x" if i == 2 else "_" for i in row) for row in found]
+    assert hidden == ["xx___x___x__", "____x____x__", "____x___xx_x"]
+
+
+def test_hash_is_splitmix64():
+    # The first numbers of SplitMix64 from state 0, as in the reference implementation's tests.
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert batches._hash(np.arange(1, 4, dtype=np.uint64)).tolist() == expected
+
+
 def test_derive_seed_is_blake2b_of_seed_and_name():
     # python3 -c "import hashlib; print(hashlib.blake2b(b'17/batches/1', digest_size=4).hexdigest())"
     assert derive_seed(17, "batches/1") == 0x4035F662

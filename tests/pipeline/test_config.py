@@ -6,7 +6,7 @@ import pytest
 from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
 from pipeline.errors import JobError
 
-# The table of the contract, and our log_every_steps and subword_regularization.
+# The table of the contract, and our log_every_steps and what spells or hides tokens anew each epoch.
 DEFAULTS = """
 name = "movie-reviews"
 seed = 17
@@ -46,6 +46,9 @@ keep_checkpoints = 3
 patience = 3
 log_every_steps = 10
 subword_regularization = 0.0
+subword_sampling = 0.0
+subword_alpha = 0.2
+token_dropout = 0.0
 [evaluation]
 metric = "accuracy"
 min_value = 0.0
@@ -178,6 +181,9 @@ def test_unknown_keys_at_the_top(refuse, line, key, advice):
         ("training.checkpoint_every_s=0", "checkpoint_every_s=0"),
         ("training.keep_checkpoints=0", "keep_checkpoints=0"),
         ("training.patience=-1", "patience=-1"),
+        ("training.subword_sampling=1.1", "subword_sampling=1.1"),
+        ("training.token_dropout=1.0", "token_dropout=1.0"),
+        ("training.subword_alpha=0.0", "subword_alpha=0.0"),
         ("evaluation.metric=f1", "metric='f1'"),
         ("evaluation.max_regression=-0.1", "max_regression=-0.1"),
         ("export.opset=19", "opset=19"),
@@ -192,6 +198,11 @@ def test_values_out_of_range(refuse, override, received):
     message = refuse(overrides=[override])
     assert f"Received: {received}" in message
     assert override.partition("=")[0] in message
+
+
+def test_one_way_of_subword_regularization(refuse):
+    message = refuse(overrides=["training.subword_regularization=0.3", "training.subword_sampling=0.5"])
+    assert "set one of them to 0. Received: subword_regularization=0.3, subword_sampling=0.5" in message
 
 
 def test_odd_d_model(refuse):

@@ -11,6 +11,7 @@ from pipeline.errors import DataError, JobError
 from pipeline.splitting import split_rows
 from pipeline.text import Tokenizer, pad, train_tokenizer
 from tests.pipeline.test_splitting import from_rows, make_texts
+from tests.pipeline.test_text import foreign_model
 
 TEXTS = make_texts(300)
 LABELS = ["pos" if i % 3 else "neg" for i in range(300)]
@@ -22,9 +23,15 @@ def write_csv(path, texts, labels):
     return str(path)
 
 
-def make_job(tokenizer=None, max_length=16, **data):
+def make_job(tokenizer=None, max_length=16, training=None, **data):
     return JobConfig.model_validate(
-        {"name": "t", "data": data, "tokenizer": tokenizer or {"vocab_size": 320}, "model": {"max_length": max_length}}
+        {
+            "name": "t",
+            "data": data,
+            "tokenizer": tokenizer or {"vocab_size": 320},
+            "model": {"max_length": max_length},
+            "training": training or {},
+        }
     )
 
 
@@ -38,7 +45,8 @@ def prepared(tmp_path_factory):
 def test_prepare_writes_what_the_contract_names(prepared):
     _, data_dir, report = prepared
     assert sorted(p.relative_to(data_dir).as_posix() for p in data_dir.rglob("*") if p.is_file()) == sorted(
-        ["tokenizer.model", "labels.json", "report.json", "validation/texts.jsonl", "test/texts.jsonl"]
+        ["tokenizer.model", "labels.json", "report.json"]
+        + [f"{s}/texts.jsonl" for s in ("train", "validation", "test")]
         + [f"{s}/{a}.npy" for s in ("train", "validation", "test") for a in ("tokens", "offsets", "labels", "rows")]
     )
     assert dataset.load_labels(data_dir) == ["neg", "pos"]
@@ -62,8 +70,7 @@ def test_every_row_is_in_one_split_with_its_own_tokens_and_label(prepared):
         for i, row in enumerate(split.rows - 1):  # the blank first row has number 0
             np.testing.assert_array_equal(split.tokens[split.offsets[i] : split.offsets[i + 1]], expected[row])
             assert ["neg", "pos"][split.labels[i]] == LABELS[row]
-        if name != "train":
-            assert dataset.load_texts(data_dir, name) == [TEXTS[row - 1] for row in split.rows]
+        assert dataset.load_texts(data_dir, name) == [TEXTS[row - 1] for row in split.rows]
         seen += split.rows.tolist()
     assert sorted(seen) == list(range(1, 301))
 
@@ -223,6 +230,38 @@ def test_a_tokenizer_of_the_users_own(tmp_path):
     assert report["vocab_size"] == 300
     with pytest.raises(JobError, match="cannot read the tokenizer .*absent.model"):
         dataset.prepare(make_job(train=train, tokenizer={"model_file": f"{tmp_path}/absent.model"}), tmp_path / "data")
+
+
+@pytest.mark.parametrize("model_type", ["char", "word"])
+def test_a_tokenizer_that_cannot_sample_is_refused(tmp_path, model_type):
+    (tmp_path / "own.model").write_bytes(foreign_model(model_type=model_type))
+    train = write_csv(tmp_path / "a.csv", TEXTS, LABELS)
+    tokenizer = {"model_file": f"{tmp_path}/own.model"}
+    dataset.data_fingerprint(make_job(train=train, tokenizer=tokenizer))
+    with pytest.raises(JobError, match=r"own.model has one way to spell.*set training.subword_sampling to 0"):
+        dataset.prepare(
+            make_job(train=train, tokenizer=tokenizer, training={"subword_sampling": 0.5}), tmp_path / "data"
+        )
+
+
+def test_a_mask_where_the_training_needs_one(tmp_path):
+    train = write_csv(tmp_path / "a.csv", TEXTS, LABELS)
+    needing = {"token_dropout": 0.1}
+    plain, masked = make_job(train=train), make_job(train=train, training=needing)
+    assert dataset.data_fingerprint(plain) != dataset.data_fingerprint(masked)
+    assert dataset.prepare(masked, tmp_path / "data")["vocab_size"] == 320
+    assert Tokenizer.load(tmp_path / "data" / "tokenizer.model").mask_id == 2
+    assert not any(np.isin(2, dataset.Split.load(tmp_path / "data", s).tokens) for s in ("train", "validation", "test"))
+
+    for name, options in (("with", {"control_symbols": ["<mask>"]}), ("without", {})):
+        (tmp_path / name).write_bytes(foreign_model(**options, vocab_size=70))
+    own = make_job(train=train, tokenizer={"model_file": f"{tmp_path}/with"}, training=needing)
+    dataset.prepare(own, tmp_path / "own")
+    assert Tokenizer.load(tmp_path / "own" / "tokenizer.model").mask_id == 2
+    with pytest.raises(JobError, match="without has no control symbol <mask>.*Train it with --control_symbols=<mask>"):
+        dataset.data_fingerprint(
+            make_job(train=train, tokenizer={"model_file": f"{tmp_path}/without"}, training=needing)
+        )
 
 
 def test_a_vocabulary_the_data_does_not_allow_is_a_job_error(tmp_path):

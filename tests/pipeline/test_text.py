@@ -58,6 +58,52 @@ def test_encode_cuts_at_the_end(tokenizer):
     np.testing.assert_array_equal(cut, whole[:3])
 
 
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_samples_of_one_text(model_type):
+    tokenizer = text.Tokenizer(foreign_model(model_type=model_type))
+    assert tokenizer.can_sample
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+    drawn = [tokenizer.sample(TEXTS[0], 0.2, seed) for seed in range(50)]
+    assert all(row.dtype == np.int32 and processor.decode(row.tolist()) == TEXTS[0] for row in drawn)
+    assert len({tuple(row) for row in drawn}) > 25
+    for seed in (49, 0, 2**31 - 1):
+        np.testing.assert_array_equal(tokenizer.sample(TEXTS[0], 0.2, seed), tokenizer.sample(TEXTS[0], 0.2, seed))
+    np.testing.assert_array_equal(tokenizer.sample(TEXTS[0], 0.2, 7), drawn[7])
+    assert len(tokenizer.sample("", 0.2, 0)) == 0
+    np.testing.assert_array_equal(tokenizer.sample("good\0\ud800", 0.2, 3), tokenizer.sample("good \ufffd", 0.2, 3))
+
+
+def test_samples_are_drawn_in_proportion():
+    """From all segmentations, each with its probability to the power alpha."""
+    tokenizer = text.Tokenizer(foreign_model())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+    scores = {tuple(row): sum(map(processor.get_score, row)) for row in processor.nbest_encode_as_ids("the", 100)}
+    assert 1 < len(scores) < 100
+    shares = np.exp(0.2 * np.array(list(scores.values())))
+    drawn = [tuple(tokenizer.sample("the", 0.2, seed).tolist()) for seed in range(4000)]
+    assert set(drawn) <= set(scores)
+    found = np.array([drawn.count(row) for row in scores]) / 4000
+    np.testing.assert_allclose(found, shares / shares.sum(), atol=0.032)  # 4 standard deviations
+
+
+def test_a_mask_is_a_control_symbol(tokenizer):
+    with_mask = text.Tokenizer(text.train_tokenizer(TEXTS, 300, mask=True))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=with_mask.model)
+    assert (with_mask.vocab_size, with_mask.mask_id, processor.id_to_piece(2)) == (300, 2, "<mask>")
+    assert with_mask.pieces[:3] == [None] * 3
+    rows = with_mask.encode(["<mask>", "good <mask> film", *TEXTS])
+    assert 2 not in np.concatenate([*rows, *(with_mask.sample("good <mask> film", 0.2, seed) for seed in range(20))])
+    assert processor.decode(rows[0].tolist()) == "<mask>"
+    assert tokenizer.mask_id == -1
+    # One that a text can be parsed into is none.
+    assert text.Tokenizer(foreign_model(user_defined_symbols=["<mask>"], vocab_size=70)).mask_id == -1
+
+
+def test_a_tokenizer_without_a_mask_is_what_it_was(tokenizer):
+    # Of SentencePiece 0.2.1: a published model's tokenizer comes out again.
+    assert tokenizer.sha256 == "6198c502cfa90efdfaa01bf2fc45baa1e3d57445c9aa0d5f871e64aaeddf6809"
+
+
 def test_empty_inputs(tokenizer):
     assert tokenizer.encode([]) == []
     assert [len(row) for row in tokenizer.encode(["", "  \n"])] == [0, 0]

@@ -6,12 +6,14 @@ import os
 import random
 import shutil
 import signal
+import threading
 
 import numpy as np
 import pytest
 
 from pipeline import checkpoint, dataset, evaluation, training
 from pipeline.config import JobConfig
+from pipeline.contract import TIMINGS
 from pipeline.errors import CheckpointError, Interrupted, JobError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -25,7 +27,7 @@ class Stub:
 
     def __init__(self, on_step=lambda step: None, on_epoch=lambda step: None, on_start=lambda: None):
         self.on_step, self.on_epoch, self.on_start = on_step, on_epoch, on_start
-        self.notes, self.warnings, self.steps = [], [], []
+        self.notes, self.warnings, self.steps, self.expected = [], [], [], []
 
     def note(self, line):
         self.notes.append(line)
@@ -34,9 +36,12 @@ class Stub:
         self.warnings.append(line)
 
     @contextlib.contextmanager
-    def training(self, steps):
+    def training(self):
         self.on_start()
         yield self
+
+    def expect(self, steps):
+        self.expected.append(steps)
 
     def step(self, progress, loss):
         self.steps.append(progress.step)
@@ -119,7 +124,7 @@ def rows_of(run_dir):
 
 
 def without_speed(rows):
-    return [{k: v for k, v in row.items() if k != "real_tokens_per_s"} for row in rows]
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in rows]
 
 
 def assert_same_arrays(found, expected):
@@ -206,9 +211,7 @@ def test_resume_is_exact_wherever_it_stops(whole, run_dir, monkeypatch):
     epoch = len(console.steps) // 3
 
     def interrupted(console, at):
-        with pytest.raises(
-            Interrupted, match=rf"^stopped by SIG\w+ at step {at} of {3 * epoch}; the state is saved in"
-        ):
+        with pytest.raises(Interrupted, match=rf"^stopped by SIG\w+ at step {at}, \d of 3 epochs done; the state is"):
             training.train(job, run_dir, KEY, console)
         assert checkpoint.finished_best(run_dir, KEY) is None
         return console
@@ -258,7 +261,7 @@ def test_resume_is_exact_wherever_it_stops(whole, run_dir, monkeypatch):
     console = interrupted(Stub(stop_at(2 * epoch + 1)), 2 * epoch + 1)
     assert console.steps[0] == before + 1
     assert len(console.warnings) == 1 and f"step-{newest:08d} is damaged" in console.warnings[0]
-    assert console.notes == [f"going on from step {before} of {3 * epoch}"]
+    assert console.notes == [f"going on from step {before}, 1 of 3 epochs done"]
 
     # At the very end: all is done, and the caller still learns of the signal.
     with pytest.raises(Interrupted):
@@ -369,12 +372,93 @@ def test_checkpoints_of_another_key_are_refused(whole, run_dir):
     assert_same_arrays(last(run_dir).arrays, last(other).arrays)
 
 
-def test_resume_is_exact_with_subword_regularization(data_file, tmp_path):
-    job = make_job(data_file, subword_regularization=0.3)
+@pytest.mark.parametrize(
+    "section",
+    [{"subword_regularization": 0.6}, {"subword_sampling": 0.5, "subword_alpha": 0.05, "token_dropout": 0.2}],
+    ids=lambda section: next(iter(section)),
+)
+def test_resume_is_exact_when_epochs_have_their_own_rows(data_file, tmp_path, section):
+    job = make_job(data_file, **section, batch_tokens=160, log_every_steps=1).resolved()
+    job = JobConfig.model_validate(
+        {**job, "model": {**job["model"], "max_length": 64}, "tokenizer": {"vocab_size": 330}}
+    )
     for run_dir in (tmp_path / "whole", tmp_path / "stopped"):
         dataset.prepare(job, run_dir / "data")
-    training.train(job, tmp_path / "whole", KEY, Stub())
+    console = Stub()
+    training.train(job, tmp_path / "whole", KEY, console)
+    steps = last(tmp_path / "whole").progress.step
     with pytest.raises(Interrupted):
-        training.train(job, tmp_path / "stopped", KEY, Stub(stop_at(last(tmp_path / "whole").progress.step // 2)))
+        training.train(job, tmp_path / "stopped", KEY, Stub(stop_at(steps // 2)))
     training.train(job, tmp_path / "stopped", KEY, Stub())
-    assert_same_arrays(last(tmp_path / "stopped").arrays, last(tmp_path / "whole").arrays)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+    # Longer rows make more batches than the best segmentations would, and not as many in every epoch.
+    rows = [row for row in rows_of(tmp_path / "whole") if row["kind"] == "train"]
+    counts = [sum(row["epoch"] == epoch for row in rows) for epoch in range(3)]
+    split = dataset.Split.load(tmp_path / "whole" / "data", "train")
+    assert min(counts) > len(training.epoch_plan(split.lengths, 160, 17, 0))
+    assert len(set(counts)) > 1
+    assert console.expected == [3 * counts[0], counts[0] + 2 * counts[1], steps]
+    # All the same each epoch is a third of the learning rate's course: a tenth up to the peak, then half a cosine.
+    done = np.concatenate([epoch + np.arange(count) / count for epoch, count in enumerate(counts)])
+    rates = np.array([row["learning_rate"] for row in rows])
+    assert rates.max() == pytest.approx(0.05) and np.argmax(rates) == pytest.approx(0.1 * steps, abs=1)
+    falling = done / 3 > 0.12
+    expected = 0.025 * (1 + np.cos(np.pi * (done / 3 - 0.1) / 0.9))
+    np.testing.assert_allclose(rates[falling], expected[falling], atol=0.05 * np.pi / 2 / steps)  # within one step
+
+
+def test_hidden_tokens_are_in_training_batches_only(data_file, tmp_path, monkeypatch):
+    """What the compiled steps are given."""
+    job = make_job(data_file, token_dropout=0.2)
+    dataset.prepare(job, tmp_path / "data")
+    trained, predicted = [], []
+
+    def recording(compile_step, given):
+        def compile_and_record(*args):
+            step = compile_step(*args)
+            return lambda token_ids, *rest: given.append(np.array(token_ids)) or step(token_ids, *rest)
+
+        return compile_and_record
+
+    monkeypatch.setattr(training, "compile_train_step", recording(training.compile_train_step, trained))
+    monkeypatch.setattr(training, "compile_predict", recording(training.compile_predict, predicted))
+    training.train(job, tmp_path, KEY, Stub())
+    batches = len(trained) // 3
+    for epoch in (trained[:batches], trained[-batches:]):
+        tokens = np.concatenate([token_ids.ravel() for token_ids in epoch])
+        assert np.mean(tokens[tokens != 0] == 2) == pytest.approx(0.2, abs=0.025)  # 4 standard deviations
+        split = dataset.Split.load(tmp_path / "data", "train")
+        assert np.count_nonzero(tokens) == len(split.tokens)
+    assert predicted and not any((token_ids == 2).any() for token_ids in predicted)
+
+
+def test_a_signal_while_the_rows_are_made(data_file, data_dir, run_dir, monkeypatch):
+    """They take for ever; the run ends all the same, and its thread with it."""
+    job = make_job(data_file, subword_sampling=0.5)
+
+    def texts(data_dir, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from itertools.repeat("great")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "iterate_texts", texts)
+        patch.setattr(training, "sample_split", lambda split, texts, *args: [args[-1]() for _ in texts])
+        with pytest.raises(Interrupted, match="at step 0, 0 of 3 epochs done"):
+            training.train(job, run_dir, KEY, Stub())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("next-epoch")]
+    training.train(job, run_dir, KEY, Stub())
+
+
+def test_an_error_while_the_next_rows_are_made_ends_the_training(data_file, run_dir, monkeypatch):
+    real = training.sample_split
+
+    def of_the_first_epoch(*args):
+        if args[-2] > 0:
+            raise ZeroDivisionError("in the background")
+        return real(*args)
+
+    monkeypatch.setattr(training, "sample_split", of_the_first_epoch)
+    with pytest.raises(ZeroDivisionError, match="in the background"):
+        training.train(make_job(data_file, subword_sampling=0.5), run_dir, KEY, Stub())
+    assert last(run_dir).progress.epoch == 1
