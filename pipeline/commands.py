@@ -94,7 +94,7 @@ def _execute(stage, path, overrides, debug, fresh=False):
     try:
         job = Job(load_job(path, overrides), console, fresh, stop)
         with job.at_work():
-            stage(job)
+            job.do(stage)
             stop()
     except Exception as e:
         _ignore_signals()

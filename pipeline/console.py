@@ -9,10 +9,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Console:
-    """Notes, warnings and training progress on stderr; results go to stdout."""
+    """Notes, warnings and training progress on stderr; results go to stdout.
 
-    def __init__(self):
-        self._rich = RichConsole(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    Args:
+        quiet: show nothing on stderr.
+    """
+
+    def __init__(self, quiet=False):
+        self._rich = RichConsole(
+            stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet
+        )
 
     def note(self, line):
         """Shows one line."""

@@ -4,11 +4,16 @@ Every stage stores the fingerprint of what it was made from; it is done when tha
 TensorFlow only when there is work for it, so a job that is all done, or wrong, ends at once.
 """
 
+import contextlib
 import functools
+import os
 import shutil
+import time
 
 from pipeline import checkpoint, dataset, summary
+from pipeline.cluster import read_cluster
 from pipeline.config import differences, fingerprint
+from pipeline.console import Console
 from pipeline.contract import Manifest, next_version, versions
 from pipeline.errors import ArtifactError, JobError, PipelineError
 from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
@@ -17,6 +22,8 @@ JOB = "job.json"
 EVALUATION = "evaluation/report.json"
 CANDIDATE = "candidate"
 RUN = "run.json"
+
+_SHARED_DISK_S = 120.0  # network file systems show a new directory after up to a minute
 
 
 class Job:
@@ -34,13 +41,30 @@ class Job:
         self.stop = stop
         self.console = console
         self.fresh = fresh
+        self.cluster = read_cluster(config.training.strategy)
         self.run_dir = config.run_dir
         self.data_dir = config.run_dir / "data"
 
+    @property
+    def is_chief(self):
+        """True unless this process only helps another to train."""
+        return self.cluster is None or self.cluster.is_chief
+
     def at_work(self):
         """Holds the run's lock. Raises LockHeld when another process does."""
+        if not self.is_chief:
+            return contextlib.nullcontext()
         # Beside the run directory, which may be set aside while the lock is held.
         return locked(self.run_dir.parent / f".{self.config.name}.lock", f"job {self.config.name}")
+
+    def do(self, stage):
+        """Does a stage, one of the methods below; of several workers the chief does all, the others help to train."""
+        if self.is_chief:
+            stage(self)
+        elif stage in (Job.run, Job.train):
+            self.assist()
+        else:
+            self.console.note("nothing to do: that is the chief's work")
 
     # The stages.
 
@@ -74,7 +98,9 @@ class Job:
         self._start_tensorflow()
         from pipeline.training import train
 
-        train(self.config, self.run_dir, self.train_key, self.console)
+        if self.cluster is not None:
+            self.cluster.call_roll(self.train_key, self.console.note)
+        train(self.config, self.run_dir, self.train_key, self.console, self.cluster)
 
     def evaluate(self):
         """Measures the best weights on the test split and asks the gate. Raises GateRefused."""
@@ -124,6 +150,34 @@ class Job:
         target = publish(self.run_dir / CANDIDATE, self.config.model_dir, keep_versions)
         shutil.rmtree(self.run_dir / CANDIDATE)
         self.console.note(f"published {target}")
+
+    # What a worker beside the chief does.
+
+    def assist(self):
+        """Trains together with the chief, on the data that it prepares; returns when there is nothing to train."""
+        self._start_tensorflow()
+        from pipeline.training import train
+
+        if not self.cluster.call_roll(self.train_key, self.console.note, is_done=self._is_trained):
+            self.console.note("nothing to do: training is finished")
+            return
+        end = time.monotonic() + _SHARED_DISK_S
+        while dataset.prepared(self.data_dir, self.data_key) is None:
+            if time.monotonic() > end:
+                raise self._not_shared()
+            time.sleep(1.0)
+        train(self.config, self.run_dir, self.train_key, Console(quiet=True), self.cluster)
+
+    def _is_trained(self):
+        if self.fresh:
+            return False
+        return checkpoint.finished_best(self.run_dir, self.train_key) is not None or self._published() is not None
+
+    def _not_shared(self):
+        return JobError(
+            f"this worker does not see what the chief prepared in {self.data_dir}. All workers need the same work_dir, "
+            "on a disk that they share."
+        )
 
     # Fingerprints: what each stage's result depends on.
 
@@ -222,6 +276,8 @@ class Job:
     def _start_tensorflow(self):
         from pipeline.runtime import start_tensorflow
 
+        if self.cluster is not None:  # what it logs when a worker is lost fills pages
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         start_tensorflow()
 
     def _measure(self):
@@ -272,7 +328,7 @@ def _identity(resolved):
     """The part of a resolved job that shapes the trained weights; paths of data files aside, their content counts."""
     without_effect = {
         "data": {"train", "validation", "test"},
-        "training": {"checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps"},
+        "training": {"checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps", "strategy"},
         "evaluation": {"min_value", "max_regression"},  # its metric chooses the best weights
     }
     shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}

@@ -64,6 +64,13 @@ class Record:
         self._tensorboard.flush()
 
 
+class NoRecord(contextlib.nullcontext):
+    """Stands in for `Record` at the workers beside the chief."""
+
+    def add(self, row):
+        """Drops the row."""
+
+
 def _whole_rows(data):
     """Returns the lines of `data` that are rows, as bytes with their line ends."""
     rows = []

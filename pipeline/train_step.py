@@ -8,6 +8,7 @@ import tensorflow as tf
 from pipeline.classifier import TOKEN_IDS_SPEC
 from pipeline.losses import smoothed_cross_entropy, symmetric_divergence
 from pipeline.optimization import AdamW, LossScale, WeightAverage
+from pipeline.replicas import OneDevice
 
 _LABELS_SPEC = tf.TensorSpec([None], tf.int32, "labels")
 _SCALAR_SPEC = tf.TensorSpec([], tf.float32)
@@ -16,15 +17,20 @@ _SCALAR_SPEC = tf.TensorSpec([], tf.float32)
 class TrainStep:
     """What training changes, all of it in variables, and the step that changes it.
 
+    On several replicas each computes the part that its rows have in the objective and in the gradients. Those parts are
+    summed once in a step; what follows is the same on all.
+
     Args:
         model: a built `EncoderClassifier`.
         training: a `pipeline.config.TrainingConfig`.
         class_weights: float32 [C], how much a row of each class counts.
+        replicas: where it runs, see `pipeline.replicas`; model and step are made in its scope.
     """
 
-    def __init__(self, model, training, class_weights):
+    def __init__(self, model, training, class_weights, replicas=None):
         self.model = model
         self.training = training
+        self.replicas = replicas or OneDevice()
         self.class_weights = np.asarray(class_weights, np.float32)
         weights = model.trainable_variables
         self.optimizer = AdamW(weights, training.weight_decay)
@@ -34,8 +40,8 @@ class TrainStep:
         self._sums = [tf.Variable(tf.zeros(w.shape)) for w in weights] if training.accumulate_batches > 1 else []
         self._loss_sum = tf.Variable(0.0)
         batch = [TOKEN_IDS_SPEC, _LABELS_SPEC, _SCALAR_SPEC]
-        self._add = tf.function(self._add, input_signature=batch)
-        self._step = tf.function(self._step, input_signature=[*batch, _SCALAR_SPEC])
+        self._add = self.replicas.compile(self._add, batch)
+        self._step = self.replicas.compile(self._step, [*batch, _SCALAR_SPEC])
 
     @property
     def variables(self):
@@ -78,6 +84,7 @@ class TrainStep:
             gradients = [s + g for s, g in zip(self._sums, gradients, strict=True)]
             for variable in (self._loss_sum, *self._sums):
                 variable.assign(tf.zeros(variable.shape))
+        *gradients, loss = self.replicas.sum([*gradients, loss])
         norm = tf.linalg.global_norm(gradients)
         gradients, _ = tf.clip_by_global_norm(gradients, self.training.clip_norm, use_norm=norm)
         if self.loss_scale is None:
@@ -89,7 +96,8 @@ class TrainStep:
         return loss, norm
 
     def _gradients(self, token_ids, labels, total):
-        """Returns the batch's part of the objective and the gradients of that part, dense float32."""
+        """Returns this replica's part of the objective and the gradients of that part, dense float32."""
+        token_ids, labels = self.replicas.share(token_ids), self.replicas.share(labels)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         with tf.GradientTape() as tape:
             row_weights = tf.gather(self.class_weights, labels)

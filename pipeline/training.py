@@ -20,29 +20,34 @@ from pipeline.errors import Interrupted, JobError, TrainingError
 from pipeline.files import remove_staged
 from pipeline.losses import class_weights
 from pipeline.optimization import learning_rate
-from pipeline.record import Record
+from pipeline.record import NoRecord, Record
+from pipeline.replicas import open_replicas
 from pipeline.subwords import PieceSplitter, sample_split
 from pipeline.text import Tokenizer
 from pipeline.train_step import TrainStep
 
 
-def train(job, run_dir, key, console):
+def train(job, run_dir, key, console, cluster=None):
     """Trains until the last epoch or until patience runs out; goes on from the newest good checkpoint.
+
+    Of several workers, each of which calls this, only the chief writes, judges and reads checkpoints.
 
     Args:
         job: a `JobConfig`.
         run_dir: the run directory, with `data/` prepared.
         key: fingerprint of the data and of every setting that shapes the weights.
         console: shows progress; see `pipeline.console`.
+        cluster: the `pipeline.cluster.Cluster` that trains together, after its roll call; None for this process alone.
 
     Raises:
-        Interrupted: SIGTERM or SIGINT arrived; the state is saved.
-        TrainingError: the loss, a gradient or a validation logit is not finite.
+        Interrupted: SIGTERM or SIGINT arrived, here or at another worker; the state is saved.
+        TrainingError: the loss, a gradient or a validation logit is not finite, or another worker is lost.
         CheckpointError: a checkpoint cannot be written.
         JobError: the checkpoints in `run_dir` are of another `key`.
     """
-    trainer = _Trainer(job, Path(run_dir), key, console)
-    with _stop_signals() as stop:
+    replicas = open_replicas(job.training.strategy, cluster)
+    with _stop_signals() as stop, replicas.watched():
+        trainer = _Trainer(job, Path(run_dir), key, console, replicas)
         try:
             trainer.run(stop)
             stop.check()
@@ -96,7 +101,8 @@ def _stop_signals():
 
 
 class _Trainer:
-    def __init__(self, job, run_dir, key, console):
+    def __init__(self, job, run_dir, key, console, replicas):
+        self.replicas = replicas
         self.job = job
         self.run_dir = run_dir
         self.key = key
@@ -109,14 +115,15 @@ class _Trainer:
         training = job.training
         self.splitter = PieceSplitter(tokenizer) if training.subword_regularization else None
         self.epochs = Ahead(self._make_epoch, training.epochs)
-        self.model = build_classifier(
-            job.model, tokenizer.vocab_size, len(self.labels), seed=job.seed, dtype=training.precision
-        )
         counts = np.bincount(self.train_split.labels, minlength=len(self.labels))
         weights = class_weights(training.class_weights, self.labels, counts)
-        self.train_step = TrainStep(self.model, training, weights)
+        with replicas.scope():
+            self.model = build_classifier(
+                job.model, tokenizer.vocab_size, len(self.labels), seed=job.seed, dtype=training.precision
+            )
+            self.train_step = TrainStep(self.model, training, weights, replicas)
         self.predict = compile_predict(self.model)
-        self.progress = Progress()
+        self.progress = Progress(replicas=replicas.count)
         self.clock = Clock()
         self.tokens_since_log = 0
         self.saved_at = time.monotonic()
@@ -124,22 +131,39 @@ class _Trainer:
     # The loop, in the order things happen.
 
     def run(self, stop):
-        self._restore()
+        self._by_chief(self._restore)
+        self.replicas.copy_from_chief(self.train_step.variables)
         if self.progress.finished:
             return
-        self.record = Record(self.run_dir, self.progress.metrics_bytes, self.console.warn)
+        self.record = self._open_record()
+        agreed = self.replicas.agreed(stop)
         with self.record, self.epochs, self.console.training() as bar:
             while not self.progress.finished:
                 try:
-                    split, plan = self._epoch(stop, bar)
+                    split, plan = self._epoch(agreed, bar)
                     for batch in range(self.progress.batch, len(plan)):
-                        stop.check()
+                        agreed.check()
                         self._train(split, plan, bar)
                         self._save_if_due(is_last=batch + 1 == len(plan))
-                    self._end_epoch(stop, bar)
+                    agreed.check()
+                    self._by_chief(lambda: self._end_epoch(stop, bar))
                 except Interrupted:
                     self._save()
                     raise
+
+    def _by_chief(self, function):
+        """Only the chief does it; the progress that it makes is told to all."""
+
+        def progress():
+            function()
+            return dataclasses.asdict(self.progress)
+
+        self.progress = Progress(**self.replicas.from_chief(progress))
+
+    def _open_record(self):
+        if not self.replicas.is_chief:
+            return NoRecord()
+        return Record(self.run_dir, self.progress.metrics_bytes, self.console.warn)
 
     def _epoch(self, stop, bar):
         """Returns the rows of the present epoch and the batches of each of its steps."""
@@ -276,6 +300,8 @@ class _Trainer:
             self._save()
 
     def _save(self):
+        if not self.replicas.is_chief:
+            return
         self.record.sync()
         self.progress = dataclasses.replace(self.progress, metrics_bytes=self.record.num_bytes)
         arrays = {name: v.numpy() for name, v in self._variables().items()}
@@ -301,6 +327,11 @@ class _Trainer:
             )
         for name, variable in self._variables().items():
             variable.assign(found.arrays[name])
-        self.progress = found.progress
+        if found.progress.replicas != self.replicas.count:
+            self.console.warn(
+                f"training goes on with {self.replicas.count} replicas, after {found.progress.replicas}: on the same "
+                "batches, but rounded otherwise and with other dropout, so not bit for bit as without the change."
+            )
+        self.progress = dataclasses.replace(found.progress, replicas=self.replicas.count)
         if not self.progress.finished:
             self.console.note(f"going on from step {self.done}")

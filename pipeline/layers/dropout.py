@@ -18,7 +18,8 @@ class Dropout(keras.layers.Layer):
 
     On a CPU the mask is cut out of a fixed table of random zeros and ones, at a place drawn anew for every call:
     drawing every value anew, as `keras.layers.Dropout` does, took a quarter of a training step (benchmarks/NOTES.md).
-    On a GPU every value is drawn anew.
+    On a GPU every value is drawn anew. Replicas that train together draw other masks each, from one state that is the
+    same on all of them.
 
     Args:
         rate: share of the values that are dropped, in [0, 1).
@@ -43,6 +44,8 @@ class Dropout(keras.layers.Layer):
         if not training or self.rate == 0.0:
             return x
         seed = tf.cast(self.seed_generator.next(), tf.int32)  # [2]
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            seed = tf.random.fold_in(seed, tf.distribute.get_replica_context().replica_id_in_sync_group)
         if tf.config.list_physical_devices("GPU"):
             return tf.nn.experimental.stateless_dropout(x, self.rate, seed)
         return x * tf.cast(_mask(tf.shape(x), self.rate, seed), x.dtype)
