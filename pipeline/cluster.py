@@ -5,7 +5,6 @@ Nothing here imports TensorFlow.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import socket
@@ -85,24 +84,25 @@ class Cluster:
     def _report(self, key, note, is_done):
         note(f"waiting for the chief, {self.addresses[0]}")
         hello = json.dumps({"rank": self.rank, "key": key}).encode() + b"\n"
-        for tries in itertools.count():
+        tries, answer = 0, b""
+        while answer != _GO:
             if tries % _ASK_EVERY == 0 and is_done():
                 return False
-            answer = b""
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection(_split(self.addresses[0]), _READ_S) as connection,
             ):
                 connection.sendall(hello)
                 answer = _read_answer(connection)
-            if answer == _GO:
-                return True
             if answer == _REFUSED:
                 raise JobError(
                     f"the job file or the input files of this worker ({self.addresses[self.rank]}) are not those of "
                     f"the chief ({self.addresses[0]}). Start every worker with the same job and the same files."
                 )
-            time.sleep(_LOOK_AROUND_S)
+            if answer != _GO:
+                tries += 1
+                time.sleep(_LOOK_AROUND_S)
+        return True
 
     def _listen(self):
         _, port = _split(self.addresses[self.rank])

@@ -105,7 +105,7 @@ class TrainingConfig(_Section):
     warmup_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # share of all steps
     weight_decay: Annotated[float, Field(ge=0.0)] = 1e-2
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    strategy: Literal["auto", "one", "mirrored", "multi_worker"] = "auto"  # one device, all GPUs, or TF_CONFIG's workers
+    strategy: Literal["auto", "one", "mirrored", "multi_worker"] = "auto"  # devices that train together
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     checkpoint_every_s: Annotated[float, Field(gt=0.0)] = 300.0
     checkpoint_every_steps: Count = 0  # 0: by time and at each epoch's end only
