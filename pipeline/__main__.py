@@ -17,6 +17,7 @@ def _on_early_signal(number, frame):
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _on_early_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # see Job._leave_cluster
     try:
         from pipeline.commands import main
     except ModuleNotFoundError as e:

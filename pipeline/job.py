@@ -8,6 +8,8 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
+import sys
 import time
 
 from pipeline import checkpoint, dataset, summary
@@ -42,6 +44,7 @@ class Job:
         self.console = console
         self.fresh = fresh
         self.cluster = read_cluster(config.training.strategy)
+        self._in_cluster = False
         self.run_dir = config.run_dir
         self.data_dir = config.run_dir / "data"
 
@@ -76,6 +79,8 @@ class Job:
             for stage in (self.prepare, self.train, self.evaluate, self.export, self.publish):
                 stage()
                 self.stop()
+                if self._in_cluster:
+                    self._leave_cluster()
         else:
             shutil.rmtree(self.run_dir / CANDIDATE, ignore_errors=True)  # a kill may have come before it went
             self.console.note("nothing to do: this job is done and its version is published")
@@ -100,6 +105,7 @@ class Job:
 
         if self.cluster is not None:
             self.cluster.call_roll(self.train_key, self.console.note)
+            self._in_cluster = True
         train(self.config, self.run_dir, self.train_key, self.console, self.cluster)
 
     def evaluate(self):
@@ -155,16 +161,23 @@ class Job:
 
     def assist(self):
         """Trains together with the chief, on the data that it prepares; returns when there is nothing to train."""
-        self._start_tensorflow()
+        if not self._is_trained():
+            self._start_tensorflow()  # before the roll call: afterwards the others wait for it
+            if self.cluster.call_roll(self.train_key, self.console.note, is_done=self._is_trained):
+                self._train_with_chief()
+                return
+        self.console.note("nothing to do: training is finished")
+
+    def _train_with_chief(self):
         from pipeline.training import train
 
-        if not self.cluster.call_roll(self.train_key, self.console.note, is_done=self._is_trained):
-            self.console.note("nothing to do: training is finished")
-            return
         end = time.monotonic() + _SHARED_DISK_S
         while dataset.prepared(self.data_dir, self.data_key) is None:
             if time.monotonic() > end:
-                raise self._not_shared()
+                raise JobError(
+                    f"this worker does not see what the chief prepared in {self.data_dir}. All workers need the same "
+                    "work_dir, on a disk that they share."
+                )
             time.sleep(1.0)
         train(self.config, self.run_dir, self.train_key, Console(quiet=True), self.cluster)
 
@@ -173,11 +186,14 @@ class Job:
             return False
         return checkpoint.finished_best(self.run_dir, self.train_key) is not None or self._published() is not None
 
-    def _not_shared(self):
-        return JobError(
-            f"this worker does not see what the chief prepared in {self.data_dir}. All workers need the same work_dir, "
-            "on a disk that they share."
-        )
+    def _leave_cluster(self):
+        """Runs the rest of the command in a new program in this process.
+
+        TensorFlow cannot leave a cluster, and would write the names of its devices into the exported graphs.
+        """
+        sys.stdout.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # the new program takes them up
+        os.execv(sys.executable, [sys.executable, *(a for a in sys.orig_argv[1:] if a != "--fresh")])
 
     # Fingerprints: what each stage's result depends on.
 

@@ -1,0 +1,338 @@
+"""Several replicas train as one: in one process on parts of the CPU, and in two processes over the loopback."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from pipeline.cluster import Cluster, read_cluster
+from pipeline.errors import JobError
+from tests import jobs
+from tests.jobs import finish, make_job, metrics_rows, run_python, training_result, wait_until
+
+ADDRESSES = ["a:1", "b:2", "[::1]:3"]
+
+
+def tf_config(cluster, kind="worker", index=0):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"TF_CONFIG": " "}, None),
+        (tf_config({"worker": ADDRESSES[:1]}), None),
+        (tf_config({"worker": ADDRESSES}), Cluster(tuple(ADDRESSES), 0)),
+        (tf_config({"worker": ADDRESSES}, index=2), Cluster(tuple(ADDRESSES), 2)),
+        (tf_config({"worker": ADDRESSES[1:], "chief": ADDRESSES[:1]}, "chief"), Cluster(tuple(ADDRESSES), 0)),
+        (tf_config({"worker": ADDRESSES[1:], "chief": ADDRESSES[:1]}, index=1), Cluster(tuple(ADDRESSES), 2)),
+    ],
+)
+def test_the_cluster_of_tf_config(environment, expected):
+    assert read_cluster("auto", environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"TF_CONFIG": "{"}, "is not JSON"),
+        ({"TF_CONFIG": "[]"}, "is not JSON with cluster, task.type and task.index"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:2"]}}'}, "KeyError: 'task'"),
+        (tf_config({"worker": ADDRESSES}, index=3), "index 3, but its cluster has 3 of type worker"),
+        (tf_config({"worker": ADDRESSES}, index="1"), "index '1'"),
+        (tf_config({"worker": ADDRESSES}, "chief"), "task type 'chief', which its cluster does not have"),
+        (tf_config({"worker": ADDRESSES, "ps": ["c:1"]}), "tasks of type ps; only chief and worker train here"),
+        (tf_config({"worker": ADDRESSES, "evaluator": ["c:1"]}, "evaluator"), "tasks of type evaluator"),
+        (tf_config({"worker": ["a:1", "a:1"]}), "names an address twice"),
+        (tf_config({"worker": ["a:1", "b"]}), "not host:port: 'b'"),
+        (tf_config({"worker": ["a:1", "b:70000"]}), "not host:port: 'b:70000'"),
+        (tf_config({"chief": ADDRESSES[:2]}, "chief"), "more than one chief"),
+    ],
+)
+def test_a_broken_tf_config_is_named(environment, message):
+    with pytest.raises(JobError) as e:
+        read_cluster("auto", environment)
+    assert message in str(e.value) and str(e.value).startswith("the environment variable TF_CONFIG ")
+
+
+def test_a_strategy_that_does_not_fit_is_refused():
+    with pytest.raises(JobError, match='"multi_worker", but TF_CONFIG is not set'):
+        read_cluster("multi_worker", {})
+    for strategy in ("one", "mirrored"):
+        with pytest.raises(JobError, match=f'"{strategy}", but TF_CONFIG names 3 workers'):
+            read_cluster(strategy, tf_config({"worker": ADDRESSES}))
+
+
+# The roll call, in threads.
+
+
+@pytest.fixture
+def pair():
+    """Cluster descriptions of a chief and one worker on free ports."""
+    addresses = _free_addresses(2)
+    return [Cluster(addresses, rank) for rank in range(2)]
+
+
+def _free_addresses(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = tuple(f"127.0.0.1:{s.getsockname()[1]}" for s in sockets)
+    for s in sockets:
+        s.close()
+    return addresses
+
+
+def _in_thread(function, *args):
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(function(*args))
+        except JobError as e:
+            outcome.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def test_roll_call(pair):
+    """The worker is first; a stranger knocks, and one with another key is sent away and does not count."""
+    chief, worker = pair
+    notes = []
+    ready, there = _in_thread(worker.call_roll, "key", notes.append)
+    wrong, refused = _in_thread(worker.call_roll, "other", notes.append)
+    port = int(chief.addresses[0].split(":")[1])
+
+    def knock():
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\n")
+
+    notes_of_chief = []
+    assert chief.call_roll("key", lambda line: (notes_of_chief.append(line), "waiting" in line and knock()))
+    ready.join(30)
+    assert there == [True]
+    assert notes_of_chief[0] == f"waiting for 1 of 2 workers: {worker.addresses[1]}"
+    assert notes[0] == f"waiting for the chief, {chief.addresses[0]}"
+    if wrong.is_alive():  # the chief left before it came
+        assert chief.call_roll("other", notes.append)
+        wrong.join(30)
+        assert refused == [True]
+    else:
+        assert "Start every worker with the same job" in str(refused[0])
+
+
+def test_a_worker_with_other_data_is_refused(pair):
+    chief, worker = pair
+    notes = []
+    _in_thread(chief.call_roll, "key", notes.append)
+    with pytest.raises(JobError, match="are not those of the chief"):
+        worker.call_roll("other", notes.append)
+    assert worker.call_roll("key", notes.append)  # the chief still waits
+    assert any("has another job file or other input files" in line for line in notes)
+
+
+def test_a_worker_does_not_take_an_old_server_for_the_roll_call(pair):
+    """What holds the chief's port here is TensorFlow's server of a training that breaks down: it talks HTTP/2."""
+    chief, worker = pair
+    with socket.create_server(("127.0.0.1", int(chief.addresses[0].split(":")[1]))) as server:
+        thread, outcome = _in_thread(worker.call_roll, "key", lambda line: None)
+        for _ in range(2):
+            with server.accept()[0] as connection:
+                connection.sendall(b"\0\0\x18\4\0\0\0\0\0")
+    assert chief.call_roll("key", lambda line: None)
+    thread.join(30)
+    assert outcome == [True]
+
+
+def test_nobody_waits_for_the_chief_of_a_finished_training(pair):
+    assert pair[1].call_roll("key", lambda line: None, is_done=lambda: True) is False
+
+
+def test_a_port_in_use_is_named(pair):
+    port = int(pair[0].addresses[0].split(":")[1])
+    with socket.create_server(("", port)), pytest.raises(JobError, match=f"cannot listen on port {port}"):
+        pair[0].call_roll("key", lambda line: None)
+
+
+# Replicas in one process: TensorFlow takes a CPU apart only before anything else, hence in a process of its own.
+
+_TRAIN_ON_CPUS = """
+import json, sys
+from pipeline.runtime import start_tensorflow
+start_tensorflow()
+import numpy as np, tensorflow as tf
+count, dropout, sections = json.loads(sys.argv[1])
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+from pipeline.classifier import build_classifier
+from pipeline.config import ModelConfig, TrainingConfig
+from pipeline.replicas import Mirrored, OneDevice
+from pipeline.train_step import TrainStep
+
+sizes = ModelConfig(
+    d_model=16, num_heads=2, d_ff=24, num_layers=2, dropout=dropout, head_dropout=dropout, max_length=16
+)
+rng = np.random.default_rng(0)
+
+def batch(size):
+    token_ids = rng.integers(2, 40, (size, rng.integers(1, 12))).astype(np.int32)
+    labels = token_ids[:, 0] % 3
+    for row in token_ids:
+        row[rng.integers(1, len(row) + 1):] = 0
+    return token_ids, labels
+
+batches = [batch(size) for size in [1, 1, *rng.integers(1, 9, 98)]]  # some with fewer rows than replicas
+
+def curve(replicas, section):
+    training = TrainingConfig(accumulate_batches=2, **section)
+    with replicas.scope():
+        model = build_classifier(sizes, 40, 3, seed=1, dtype=training.precision)
+        step = TrainStep(model, training, [1.0, 2.0, 0.5], replicas)
+    losses = [step(batches[i : i + 2], 5e-3)[0] for i in range(0, 100, 2)]
+    with step.evaluated_weights():
+        size = float(sum(np.abs(v.numpy()).sum() for v in model.weights))
+    seeds = [np.array(v).tolist() for v in model.non_trainable_variables]
+    copies = [[np.array(c).tolist() for c in tf.distribute.get_strategy().experimental_local_results(v)]
+              for v in step.variables]
+    return {"losses": losses, "size": size, "seeds": seeds}
+
+cpus = tf.distribute.MirroredStrategy([f"/CPU:{i}" for i in range(count)])
+print(json.dumps([[curve(OneDevice(), s), curve(Mirrored(cpus), s), curve(Mirrored(cpus), s)] for s in sections]))
+"""
+
+
+def train_on_cpus(count, dropout, sections):
+    """Returns per section what came of 50 steps on one device, on `count` replicas, and on these once more."""
+    return run_python(_TRAIN_ON_CPUS, json.dumps([count, dropout, sections]))
+
+
+@pytest.mark.slow
+def test_replicas_have_the_loss_curve_of_one():
+    sections = [
+        {},
+        {"r_drop": 1.0, "ema_decay": 0.9, "label_smoothing": 0.1},
+        {"precision": "mixed_float16"},
+        {"precision": "mixed_bfloat16"},
+    ]
+    for section, (one, several, again) in zip(sections, train_on_cpus(3, 0.0, sections), strict=True):
+        # 16-bit products round on the way to every row's loss; a float16's step is 2**-11, a bfloat16's 2**-8.
+        atol = {"mixed_float16": 2e-3, "mixed_bfloat16": 1e-2}.get(section.get("precision"), 1e-5)
+        np.testing.assert_allclose(several["losses"], one["losses"], atol=atol, rtol=0, err_msg=str(section))
+        assert several["size"] == pytest.approx(one["size"], rel=1e-2 if "precision" in section else 1e-4)
+        assert again == several  # bit for bit
+        assert several["losses"][-1] < 0.8 * several["losses"][0]
+
+
+@pytest.mark.slow
+def test_replicas_drop_other_values_from_one_state():
+    [(one, several, again)] = train_on_cpus(2, 0.3, [{}])
+    assert again == several  # bit for bit
+    assert np.abs(np.subtract(several["losses"], one["losses"])).max() > 1e-2
+    assert several["seeds"] == one["seeds"] and len(one["seeds"]) > 3
+
+
+# Workers: processes of the command line.
+
+
+def start_workers(job, command="train", count=2):
+    addresses = _free_addresses(count)
+    environment = {k: v for k, v in jobs._environment().items() if k != "TF_CPP_MIN_LOG_LEVEL"}  # as in a pod
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "pipeline", command, str(job.file)],
+            env={**environment, **tf_config({"worker": addresses}, index=index)},
+            cwd=jobs.ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+
+
+def run_workers(job, command="train"):
+    """Runs a chief and a worker to their end; returns what became of both."""
+    return [finish(process) for process in start_workers(job, command)]
+
+
+def interrupt_workers(job, victim, number, rows):
+    """Sends one of two workers a signal when so many rows are logged; returns what became of both."""
+    processes = start_workers(job)
+    try:
+        wait_until(lambda: len(metrics_rows(job.run_dir)) >= rows, processes[victim])
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    processes[victim].send_signal(number)
+    return [finish(process) for process in processes]
+
+
+def prepared_job(directory, **sections):
+    job = make_job(directory, **sections)
+    done = job.run(command="prepare")
+    assert done.code == 0, done.stderr
+    return job
+
+
+@pytest.mark.slow
+def test_two_workers_agree_with_one_and_the_chief_publishes(tmp_path):
+    sections = {"model": {"dropout": 0.0, "head_dropout": 0.0}, "training": {"epochs": 4}}
+    one, two = make_job(tmp_path / "one", **sections), make_job(tmp_path / "two", **sections)
+    done = one.run()
+    assert done.code == 0, done.stderr
+    chief, worker = run_workers(two, "run")
+    assert (chief.code, worker.code) == (0, 0), chief.stderr + worker.stderr
+    assert worker.error.startswith("waiting for the chief") and worker.stdout == ""
+    assert two.versions == ["1"] and "published" in chief.stdout
+    assert b"job:worker" not in (two.model_dir / "1" / "saved_model.pb").read_bytes()
+    losses = [
+        [row["loss"] for row in metrics_rows(job.run_dir) if row["kind"] == "train"] for job in (one, two)
+    ]
+    assert len(losses[0]) >= 50
+    np.testing.assert_allclose(losses[1], losses[0], atol=1e-5, rtol=0)
+
+    chief, worker = run_workers(two, "run")
+    assert (chief.code, worker.code) == (0, 0)
+    assert "nothing to do" in chief.stderr and "nothing to do" in worker.error
+
+
+@pytest.mark.slow
+def test_two_workers_killed_and_started_again_go_on_exactly(tmp_path):
+    whole = prepared_job(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    killed = make_job(tmp_path / "killed")
+    (tmp_path / "killed" / "runs").mkdir(exist_ok=True)
+    chief, worker = run_workers(whole)
+    assert (chief.code, worker.code) == (0, 0), chief.stderr + worker.stderr
+    weights, rows = training_result(whole.run_dir)
+
+    for victim, logged in [(1, 5), (0, 20)]:
+        done = interrupt_workers(killed, victim, signal.SIGKILL, logged)
+        assert done[victim].code == -signal.SIGKILL
+        assert done[1 - victim].code == 1, done[1 - victim].stderr
+        assert done[1 - victim].last_line.startswith("error: another worker of this job has ended")
+        assert killed.leftovers() == []
+    for victim, logged in [(1, 32), (0, 40)]:
+        done = interrupt_workers(killed, victim, signal.SIGTERM, logged)
+        assert [d.code for d in done] == [75, 75], done[0].stderr + done[1].stderr
+        assert "stopped by SIGTERM at step" in done[victim].last_line
+        assert "stopped by a signal to another worker at step" in done[1 - victim].last_line
+        steps = {d.last_line.split(" at step ")[1].split(",")[0] for d in done}
+        newest = max(os.listdir(killed.run_dir / "checkpoints"))
+        assert {f"step-{int(step):08d}" for step in steps} == {newest}
+    chief, worker = run_workers(killed)
+    assert (chief.code, worker.code) == (0, 0), chief.stderr + worker.stderr
+    assert "going on from step" in chief.stderr
+    found_weights, found_rows = training_result(killed.run_dir)
+    assert found_rows == rows
+    assert {k: v.tobytes() for k, v in found_weights.items()} == {k: v.tobytes() for k, v in weights.items()}
