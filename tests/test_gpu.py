@@ -8,6 +8,7 @@ from pipeline.config import ModelConfig
 from tests.serving.tiny import Tiny
 
 TINY = ModelConfig(d_model=16, num_heads=2, d_ff=32, num_layers=2, dropout=0.0, head_dropout=0.0, max_length=16)
+BATCH = np.array([[3, 4, 5, 0], [6, 0, 0, 0], [0, 0, 0, 0]], np.int32), np.array([0, 1, 2], np.int32)
 
 
 def _tensorflow_has_gpu():
@@ -24,17 +25,39 @@ def test_a_training_step_on_gpu_agrees_with_cpu():
 
     from pipeline.classifier import build_classifier
     from pipeline.config import TrainingConfig
-    from pipeline.optimization import build_optimizer, compile_train_step
+    from pipeline.train_step import TrainStep
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    token_ids = np.array([[3, 4, 5, 0], [6, 0, 0, 0], [0, 0, 0, 0]], np.int32)
     losses = {}
     for device in ("/CPU:0", "/GPU:0"):
         with tf.device(device):
-            model = build_classifier(TINY, vocab_size=10, num_classes=3, seed=1)
-            step = compile_train_step(model, build_optimizer(model, TrainingConfig()), clip_norm=1.0)
-            losses[device] = [float(step(token_ids, np.array([0, 1, 2]), np.float32(1e-2))[0]) for _ in range(10)]
+            step = TrainStep(build_classifier(TINY, vocab_size=10, num_classes=3, seed=1), TrainingConfig(), [1.0] * 3)
+            losses[device] = [step([BATCH], 1e-2)[0] for _ in range(10)]
     np.testing.assert_allclose(losses["/GPU:0"], losses["/CPU:0"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_mirrored_training_agrees_with_one_gpu():
+    import tensorflow as tf
+
+    gpus = tf.config.list_logical_devices("GPU")
+    if len(gpus) < 2:
+        pytest.skip(f"needs two GPUs, TensorFlow sees {len(gpus)}")
+    from pipeline.classifier import build_classifier
+    from pipeline.config import TrainingConfig
+    from pipeline.replicas import Mirrored, open_replicas
+    from pipeline.train_step import TrainStep
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    losses = []
+    for strategy in ("one", "auto"):
+        replicas = open_replicas(strategy, None)
+        with replicas.scope():
+            model = build_classifier(TINY, vocab_size=10, num_classes=3, seed=1)
+            step = TrainStep(model, TrainingConfig(), [1.0] * 3, replicas)
+        losses.append([step([BATCH], 1e-2)[0] for _ in range(10)])
+    assert isinstance(replicas, Mirrored) and replicas.count == len(gpus)
+    np.testing.assert_allclose(losses[1], losses[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
