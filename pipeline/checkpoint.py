@@ -40,8 +40,8 @@ class Progress:
         best_value: their value of the chosen metric on validation, None before the first validation.
         evaluations_without_improvement: validations since then.
         metrics_bytes: length of metrics.jsonl at this moment, in bytes.
-        replicas: number of devices that train together; another number rounds differently.
         finished: why training ended ("epochs", "patience"), "" while it goes on.
+        replicas: number of devices that train together; another number rounds differently.
     """
 
     epoch: int = 0
@@ -51,8 +51,8 @@ class Progress:
     best_value: float | None = None
     evaluations_without_improvement: int = 0
     metrics_bytes: int = 0
-    replicas: int = 1
     finished: str = ""
+    replicas: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,12 +125,10 @@ def read_cluster(strategy, environment=os.environ):
         environment: where TF_CONFIG is looked up.
 
     Raises:
-        JobError: TF_CONFIG cannot be used, or is not what `strategy` needs.
+        JobError: TF_CONFIG cannot be used, or names workers that `strategy` has no use for.
     """
     text = environment.get("TF_CONFIG", "").strip()
     cluster = _parse(text) if text else None
-    if cluster is None and strategy == "multi_worker":
-        raise JobError('training.strategy is "multi_worker", but TF_CONFIG is not set. The README shows how to start.')
     if cluster is None or len(cluster.addresses) == 1:
         return None
     if strategy in ("one", "mirrored"):

@@ -25,11 +25,16 @@ def open_replicas(strategy, cluster):
         cluster: a `pipeline.cluster.Cluster`, or None when this process trains alone.
 
     Raises:
-        JobError: "mirrored" without two GPUs.
+        JobError: "mirrored" without two GPUs, "multi_worker" without a cluster.
         TrainingError: a worker that had answered the roll call did not come.
     """
     if cluster is not None:
         return MultiWorker(cluster)
+    if strategy == "multi_worker":
+        raise JobError(
+            'training.strategy is "multi_worker", but the environment variable TF_CONFIG names no other worker. The '
+            'README shows how to start them; "auto" trains alone.'
+        )
     gpus = tf.config.list_logical_devices("GPU")
     if strategy == "mirrored" and len(gpus) < 2:
         raise JobError(
@@ -173,11 +178,12 @@ class MultiWorker(Mirrored):
             tf.errors.InternalError,
             tf.errors.UnavailableError,
         ) as e:
-            reason = str(e.message).strip().splitlines()
+            # Of a page, the line that has the reason.
+            reason = next((line for line in str(e.message).splitlines() if "aborted by" in line), type(e).__name__)
             raise TrainingError(
                 "another worker of this job has ended or cannot be reached; its own log may say why. What was saved "
                 "is good: start all workers again to go on from the newest checkpoint. TensorFlow says: "
-                f"{(reason or [type(e).__name__])[-1][:200]}"
+                f"{reason[:200]}"
             ) from e
 
     def _sum_of_first(self, values):

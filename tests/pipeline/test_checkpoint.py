@@ -202,4 +202,5 @@ def test_progress_is_plain_json(two):
         "evaluations_without_improvement": 2,
         "metrics_bytes": 4567,
         "finished": "",
+        "replicas": 1,
     }

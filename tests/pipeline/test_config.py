@@ -39,6 +39,7 @@ learning_rate = 3e-4
 warmup_ratio = 0.1
 weight_decay = 1e-2
 clip_norm = 1.0
+strategy = "auto"
 precision = "float32"
 checkpoint_every_s = 300
 checkpoint_every_steps = 0
@@ -120,7 +121,7 @@ def test_sections_are_read_only(load):
         ("[training]\nlearning-rate = 1.0", "training.learning-rate", "Did you mean 'training.learning_rate'?"),
         ("[training]\nd_model = 8", "training.d_model", "Did you mean 'model.d_model'?"),
         ("[modle]\nd_model = 8", "modle", "Did you mean 'model'?"),
-        ("[training]\nstr = 8", "training.str", "Valid keys in [training]: epochs, batch_tokens,"),
+        ("[training]\nxyz = 8", "training.xyz", "Valid keys in [training]: epochs, batch_tokens,"),
         ("[training.more]\nx = 8", "training.more", "Valid keys in [training]: epochs, batch_tokens,"),
         ("[publish]\nzzz = 8", "publish.zzz", "Valid keys in [publish]: base_path, keep_versions."),
     ],

@@ -462,3 +462,15 @@ def test_an_error_while_the_next_rows_are_made_ends_the_training(data_file, run_
     with pytest.raises(ZeroDivisionError, match="in the background"):
         training.train(make_job(data_file, subword_sampling=0.5), run_dir, KEY, Stub())
     assert last(run_dir).progress.epoch == 1
+
+
+def test_another_number_of_replicas_goes_on_with_a_warning(data_file, run_dir, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.replicas.OneDevice.count", 2)
+        with pytest.raises(Interrupted):
+            training.train(make_job(data_file), run_dir, KEY, Stub(stop_at(5)))
+    assert last(run_dir).progress.replicas == 2
+    stub = Stub()
+    training.train(make_job(data_file), run_dir, KEY, stub)
+    assert "training goes on with 1 replicas, after 2" in stub.warnings[0]
+    assert last(run_dir).progress.replicas == 1
