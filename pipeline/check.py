@@ -23,12 +23,12 @@ from pipeline.seeds import derive_seed
 
 _MAJORITY_SHARE = 0.99  # above, accuracy tells no model from the constant answer
 _CONTRADICTED_SHARE = 0.05
-_UNKNOWN_SHARE, _TRUNCATED_SHARE, _EMPTY_SHARE = 0.05, 0.5, 0.01
+_UNKNOWN_SHARE, _EMPTY_SHARE = 0.05, 0.01
 _FIRST_LOSS_ROWS = 512
 # The head's initial kernel (Glorot) gives each logit a variance of 2 at most, nearly the same for every text. With two
 # classes that alone lifts the loss by more than 2.5 nats in one seed of 700; with more classes by about 1.
 _FIRST_LOSS_EXCESS = 2.5
-_PADDING_COLUMNS = (0, 5, 60)
+_PADDING_COLUMNS, _PADDING_LENGTH = (0, 5, 60), 128
 # The shapes of the products change with the batch, and with them the order of their sums.
 _PADDING_TOLERANCE = {"float32": 1e-5, "mixed_float16": 1e-2, "mixed_bfloat16": 5e-2}
 _FEW_ROWS = 16
@@ -169,9 +169,9 @@ def check_labels(subject):
 
 
 def check_tokenizer(subject):
-    """The tokens say what the texts say: few are unknown, few texts are cut, few are empty."""
+    """The tokens say what the texts say: few are unknown, few texts are empty; and how many are cut."""
     figures, lengths = subject.report["splits"]["train"], subject.split.lengths
-    unknown, truncated = figures["unknown_share"], figures["truncated_share"]
+    unknown, truncated = figures["unknown_share"], figures["truncated_share"]  # to be cut can be wise: no failure
     empty = float((lengths == 0).mean())
     max_length = subject.config.model.max_length
     line = (
@@ -181,8 +181,6 @@ def check_tokenizer(subject):
     problems = []
     if unknown > _UNKNOWN_SHARE:
         problems.append(f"over {_UNKNOWN_SHARE:.0%} unknown: tokenizer.model_file was made for other text")
-    if truncated > _TRUNCATED_SHARE:
-        problems.append(f"over {_TRUNCATED_SHARE:.0%} are cut: raise model.max_length")
     if empty > _EMPTY_SHARE:
         problems.append(f"over {_EMPTY_SHARE:.0%} are empty: see data.text_column")
     return _result("tokenizer", line, problems)
@@ -233,33 +231,35 @@ def check_first_loss(subject):
 def check_gradients(subject):
     """Every trainable variable, and every embedding row that the batch uses, gets a gradient."""
     model, split = subject.model, subject.split
-    max_length = subject.config.model.max_length
-    rows = subject.different_rows(_FEW_ROWS, max_length)
+    longest = max(1, int(split.lengths.max()))
+    count = np.clip(subject.config.training.batch_tokens // longest - 2, 1, _FEW_ROWS)
+    rows = subject.different_rows(count, longest)
     rows = np.append(rows, [split.lengths.argmin(), split.lengths.argmax()])
     token_ids = split.token_ids(rows)
     gradients = _gradients(model, token_ids, split.labels[rows], subject.config.training.precision)
     used = np.setdiff1d(token_ids, PAD_ID)
     missing, not_finite = [], []
     for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+        name = variable.path.partition("/")[2]  # without the model's
         if gradient is None or not gradient.any():
-            missing.append(variable.path)
+            missing.append(name)
         elif not np.isfinite(gradient).all():
-            not_finite.append(variable.path)
-        elif _is_embedding(variable) and (untouched := int((~gradient[used].any(axis=1)).sum())):
-            missing.append(f"{variable.path} ({untouched} of the batch's {len(used)} tokens)")
+            not_finite.append(name)
+        elif _is_embedding(variable) and (without := int((~gradient[used].any(axis=1)).sum())):
+            missing.append(f"{name} ({without} of the batch's {len(used)} tokens)")
     line = f"{len(gradients)} variables, {token_ids.shape[0]} rows of up to {token_ids.shape[1]} tokens, dropout as set"
     problems = []
     if missing:
-        problems.append(f"no gradient reaches {join_some(missing)}: they will never learn; look for what cuts them off")
+        problems.append(f"no gradient reaches {_listed(missing)}: they will never learn; look for what cuts them off")
     if not_finite:
-        problems.append(f"not finite for {join_some(not_finite)}: use another training.precision")
+        problems.append(f"not finite for {_listed(not_finite)}: use another training.precision")
     return _result("gradients", line, problems)
 
 
 def check_padding(subject):
     """A text's logits depend neither on padding nor on its batch mates."""
     max_length = subject.config.model.max_length
-    length = max(1, max_length - max(_PADDING_COLUMNS), max_length // 2)  # leaves room for padding
+    length = min(_PADDING_LENGTH, max(1, max_length - max(_PADDING_COLUMNS), max_length // 2))  # room for padding
     rows = subject.different_rows(_FEW_ROWS, length)
     token_ids = subject.split.token_ids(rows)[:, :length]
     token_ids = np.pad(token_ids, ((0, 1), (0, 0)), constant_values=PAD_ID)  # and an empty text
@@ -319,7 +319,12 @@ CHECKS = {
 
 
 def _result(name, line, problems):
-    return Result(name, not problems, ". ".join([line, *problems]) + ".")
+    why = f" Why: {'; '.join(problems)}." if problems else ""
+    return Result(name, not problems, f"{line}.{why}")
+
+
+def _listed(names):
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _losses(logits, labels):
@@ -356,9 +361,11 @@ def _other_padding_vector(model):
         changed = table.copy()
         changed[PAD_ID] = 10.0
         variable.assign(changed)
-    yield
-    for variable, table in tables:
-        variable.assign(table)
+    try:
+        yield
+    finally:
+        for variable, table in tables:
+            variable.assign(table)
 
 
 def _overfit(model, training, token_ids, labels):
