@@ -37,6 +37,12 @@ def run(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = 
 
 
 @app.command()
+def check(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+    """Shows in about a minute whether the job can learn; a run that is there stays as it was."""
+    _execute(Job.check, job, set, debug)
+
+
+@app.command()
 def prepare(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
     """Reads, checks and splits the data, trains the tokenizer, writes token arrays."""
     _execute(Job.prepare, job, set, debug, fresh)

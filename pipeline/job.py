@@ -4,6 +4,7 @@ Every stage stores the fingerprint of what it was made from; it is done when tha
 TensorFlow only when there is work for it, so a job that is all done, or wrong, ends at once.
 """
 
+import contextlib
 import functools
 import shutil
 
@@ -57,13 +58,20 @@ class Job:
             self.console.note("nothing to do: this job is done and its version is published")
         self._summary()
 
+    def check(self):
+        """Shows, before hours are spent, whether this job can learn; raises CheckFailed. A run stays as it was."""
+        with self._data_to_check() as data_dir:
+            self._prepare(data_dir)
+            self.stop()
+            self._start_tensorflow()
+            from pipeline.check import Subject, check
+
+            check(Subject.load(self.config, data_dir), self.console, self.stop)
+
     def prepare(self):
         """Makes `data/` from the input files."""
         self._open_run()
-        report = dataset.prepare(self.config, self.data_dir)
-        self.console.note(f"data: {summary.describe_rows(report)}; vocabulary {report['vocab_size']}")
-        for line in report["warnings"]:
-            self.console.warn(line)
+        self._prepare(self.data_dir)
 
     def train(self):
         """Trains, or goes on training, until the best weights are there."""
@@ -168,6 +176,20 @@ class Job:
             write_json(self.run_dir / JOB, resolved)
         self.fresh = False
 
+    @contextlib.contextmanager
+    def _data_to_check(self):
+        """Yields the run's `data/`, or a directory beside the run when it was trained on other data."""
+        trained = (self.run_dir / checkpoint.CHECKPOINTS).exists()
+        if not trained or dataset.prepared(self.data_dir, self.data_key) is not None:
+            yield self.data_dir
+            return
+        beside = self.run_dir.with_name(f".{self.config.name}.check")
+        shutil.rmtree(beside, ignore_errors=True)  # of a check that was killed
+        try:
+            yield beside
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
     def _set_aside(self, reason):
         aside = self.run_dir.with_name(f"{self.run_dir.name}.previous")
         shutil.rmtree(aside, ignore_errors=True)
@@ -214,6 +236,12 @@ class Job:
         return None
 
     # Work of the stages.
+
+    def _prepare(self, data_dir):
+        report = dataset.prepare(self.config, data_dir)
+        self.console.note(f"data: {summary.describe_rows(report)}; vocabulary {report['vocab_size']}")
+        for line in report["warnings"]:
+            self.console.warn(line)
 
     def _step(self, line):
         self.stop()
