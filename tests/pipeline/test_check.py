@@ -298,7 +298,7 @@ def test_overfitting_needs_a_model_that_sees_the_text(subject, monkeypatch):
     ("rate", "problem"),
     [
         (1e-7, "learning_rate=1e-07 is far too low"),
-        (3e-4, "falls too slowly: training.learning_rate=0.0003 is too low"),
+        (1e-3, "falls too slowly: training.learning_rate=0.001 is too low"),
         (1e4, "is too high"),
     ],
 )
