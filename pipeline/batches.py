@@ -6,6 +6,7 @@ from pipeline.contract import PAD_ID
 from pipeline.seeds import derive_seed
 
 _POOL_BATCHES = 32
+_PADDED_SHARE = 0.05
 
 
 def epoch_plan(lengths, batch_tokens, seed, epoch):
@@ -78,13 +79,20 @@ def _hash(counters):
 
 
 def _cut(order, lengths, batch_tokens):
-    """Cuts `order` into the longest runs whose rows * longest row is at most `batch_tokens`."""
+    """Cuts `order` into runs whose rows * longest row is at most `batch_tokens`.
+
+    A run is as long as it can be, or shorter, down to half of `batch_tokens`, where that keeps its padding in bounds.
+    """
     lengths = lengths[order]
     batches, start = [], 0
     while start < len(order):
         window = lengths[start : start + max(1, batch_tokens // lengths[start])]
-        padded = np.maximum.accumulate(window) * np.arange(1, len(window) + 1)
-        rows = max(1, int(np.searchsorted(padded, batch_tokens, side="right")))
+        padded = np.maximum.accumulate(window) * np.arange(1, len(window) + 1)  # of each number of rows
+        most = max(1, int(np.searchsorted(padded, batch_tokens, side="right")))
+        least = min(most, int(np.searchsorted(padded, batch_tokens // 2)) + 1)
+        share = 1.0 - np.cumsum(window)[least - 1 : most] / padded[least - 1 : most]
+        good = np.flatnonzero(share <= _PADDED_SHARE)
+        rows = least + int(good[-1] if len(good) else np.argmin(share))
         batches.append(order[start : start + rows])
         start += rows
     return batches
