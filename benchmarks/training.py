@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -18,12 +19,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from steps import BATCH, CLASSES, LENGTH, VOCABULARY
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pipeline.batches import epoch_plan  # noqa: E402
+
 BATCH_TOKENS = 4096  # the default
 PRECISIONS = ("float32", "mixed_bfloat16")
-WARM_UP = 3
+LOG_EVERY = 5
 
 
 def main():
@@ -122,32 +128,77 @@ def _train(directory, work, name, precision, batch_tokens, epochs):
     job = work / f"{name}.toml"
     job.write_text(
         f'name = "{name}"\nwork_dir = "{work}/runs"\n'
-         f'[data]\ntrain = "{directory}/train.csv"\nvalidation = "{directory}/validation.csv"\n'
-         f'test = "{directory}/test.csv"\n[tokenizer]\nvocab_size = {VOCABULARY}\n[model]\nmax_length = {LENGTH}\n'
-         f'[training]\nepochs = {epochs}\nbatch_tokens = {batch_tokens}\nprecision = "{precision}"\npatience = 0\n'
-         "log_every_steps = 5\n"
+        f'[data]\ntrain = "{directory}/train.csv"\nvalidation = "{directory}/validation.csv"\n'
+        f'test = "{directory}/test.csv"\n[tokenizer]\nvocab_size = {VOCABULARY}\n[model]\nmax_length = {LENGTH}\n'
+        f'[training]\nepochs = {epochs}\nbatch_tokens = {batch_tokens}\nprecision = "{precision}"\npatience = 0\n'
+        f"log_every_steps = {LOG_EVERY}\n"
     )
-    for command in ("prepare", "train"):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline", command, job], cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr)
+    arguments = [job]
+    done = _pipeline("prepare", *arguments)
+    if found := re.search(r"Set tokenizer.vocab_size to at most (\d+)", done.stderr):  # the peer's shrinks by itself
+        arguments.append(f"--set=tokenizer.vocab_size={found[1]}")
+        done = _pipeline("prepare", *arguments)
+    if done.returncode:
+        raise SystemExit(done.stderr)
     run_dir = work / "runs" / name
+    first_s, resident = _watch(["train", *arguments], run_dir / "metrics.jsonl")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "train"][WARM_UP:]
-    validations = [row for row in rows if row["kind"] == "validation"]
-    seconds = {key: sum(row[key] for row in validations) for key in ("training_s", "waiting_s", "saving_s")}
-    split = json.loads((run_dir / "data" / "report.json").read_text())["splits"]["train"]
+    epochs = [row for row in rows if row["kind"] == "validation"]
+    seconds = {key: sum(row[key] for row in epochs) for key in ("training_s", "waiting_s", "saving_s")}
+    lengths = np.diff(np.load(run_dir / "data" / "train" / "offsets.npy"))
+    plan = epoch_plan(lengths, batch_tokens, 17, 0)
+    # The first epoch traces; the peer compiles nothing.
+    rates = [lengths.sum() / (row["training_s"] + row["waiting_s"]) for row in epochs[1:]]
     return {
-        "real_tokens_per_s": round(statistics.median(row["real_tokens_per_s"] for row in steps)),
-        "padded_share": round(statistics.mean(row["padded_share"] for row in steps), 4),
+        "real_tokens_per_s": round(statistics.median(rates)),
+        "padded_share": round(1 - lengths.sum() / sum(len(rows) * lengths[rows].max() for rows in plan), 4),
         "waiting_share": round(seconds["waiting_s"] / sum(seconds.values()), 5),
         "saving_share": round(seconds["saving_s"] / sum(seconds.values()), 5),
-        "steps": validations[-1]["step"],
-        "validation_accuracy": max(row["accuracy"] for row in validations),
-        "mean_length": split["tokens"] / split["rows"],
+        "steps": epochs[-1]["step"],
+        "validation_accuracy": max(row["accuracy"] for row in epochs),
+        "start_to_fifth_step_s": round(first_s, 1),
+        "memory_growth_after_step_100": resident,
+        "mean_length": float(lengths.mean()),
     }
+
+
+def _watch(arguments, metrics):
+    """Runs a command to its end; returns (seconds to its first row of metrics, growth of its memory or None).
+
+    The growth is the share by which the median resident memory of the last tenth exceeds that right after step 100.
+    """
+    start, first_s, resident = time.monotonic(), None, []
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen([sys.executable, "-m", "pipeline", *arguments], cwd=ROOT, stderr=stderr)
+        while process.poll() is None:
+            time.sleep(0.1)
+            lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+            if lines and first_s is None:
+                first_s = time.monotonic() - start
+            if len(lines) > 100 / LOG_EVERY:
+                resident.append(_resident(process.pid))
+        if process.returncode:
+            stderr.seek(0)
+            raise SystemExit(stderr.read())
+    resident = [r for r in resident if r]
+    tenth = len(resident) // 10
+    if not tenth:
+        return first_s, None
+    return first_s, round(statistics.median(resident[-tenth:]) / statistics.median(resident[:tenth]) - 1, 4)
+
+
+def _resident(pid):
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has just ended
+        return None
+    found = re.search(r"VmRSS:\s*(\d+)", status)
+    return int(found[1]) if found else None
+
+
+def _pipeline(*arguments):
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def _peer(directory, options, steps):
