@@ -6,7 +6,8 @@ import pytest
 from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
 from pipeline.errors import JobError
 
-# The table of the contract, and our log_every_steps and what spells or hides tokens anew each epoch.
+# The table of the contract, and our log_every_steps, what spells or hides tokens anew each epoch, and what shapes the
+# objective and the step.
 DEFAULTS = """
 name = "movie-reviews"
 seed = 17
@@ -49,6 +50,11 @@ subword_regularization = 0.0
 subword_sampling = 0.0
 subword_alpha = 0.2
 token_dropout = 0.0
+label_smoothing = 0.0
+class_weights = "none"
+r_drop = 0.0
+ema_decay = 0.0
+accumulate_batches = 1
 [evaluation]
 metric = "accuracy"
 min_value = 0.0

@@ -152,16 +152,20 @@ def test_learns_and_records(whole):
     rows = rows_of(run_dir)
     of_training = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in of_training] == list(range(2, 3 * steps_per_epoch + 1, 2))
-    figures = {"loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s"}
+    figures = {"loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s", "waiting_share"}
     for row in of_training:
         assert set(row) == {"kind", "step", "epoch"} | figures
         assert all(isinstance(row[name], float) for name in figures)
         assert row["epoch"] == (row["step"] - 1) // steps_per_epoch
         assert 0 <= row["padded_share"] < 0.5 and row["real_tokens_per_s"] > 0 and row["gradient_norm"] > 0
+        assert 0 <= row["waiting_share"] <= 1
     validations = [row for row in rows if row["kind"] == "validation"]
     assert [(row["epoch"], row["step"]) for row in validations] == [(i, (i + 1) * steps_per_epoch) for i in range(3)]
     for row in validations:
-        assert set(row) == {"kind", "step", "epoch", "loss", "accuracy", "macro_f1", "calibration_error"}
+        times = {"training_s", "waiting_s", "validating_s", "saving_s"}
+        assert set(row) == {"kind", "step", "epoch", "loss", "accuracy", "macro_f1", "calibration_error"} | times
+        assert all(isinstance(row[name], float) and row[name] >= 0 for name in times)
+        assert row["training_s"] > 0 and row["validating_s"] > 0
     assert validations[-1]["accuracy"] > 0.75
     assert of_training[-1]["loss"] < 0.6 < of_training[0]["loss"]  # ln 2 is 0.69
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
@@ -293,10 +297,11 @@ def test_resume_is_exact_with_a_loss_scale(data_file, data_dir, tmp_path):
 def test_another_seed_gives_other_weights(whole, data_file, run_dir):
     job = make_job(data_file, seed=18, epochs=1)
     training.train(job, run_dir, KEY, Stub())
-    expected = last(whole[1]).arrays
-    kernels = [(name, a) for name, a in last(run_dir).arrays.items() if name.startswith("model") and a.ndim == 2]
-    assert kernels
-    assert all(not np.allclose(a, expected[name], atol=1e-3) for name, a in kernels)
+    found, expected = (checkpoint.finished_best(run, KEY).arrays for run in (run_dir, whole[1]))
+    assert list(found) == list(expected)
+    kernels = [name for name, a in found.items() if a.ndim == 2]
+    assert len(kernels) == 8  # the embeddings, four of the attention, two of the feed-forward, the head
+    assert all(not np.allclose(found[name], expected[name], atol=1e-3) for name in kernels)
 
 
 def test_patience_is_carried_over(data_file, run_dir):
@@ -414,15 +419,18 @@ def test_hidden_tokens_are_in_training_batches_only(data_file, tmp_path, monkeyp
     dataset.prepare(job, tmp_path / "data")
     trained, predicted = [], []
 
-    def recording(compile_step, given):
-        def compile_and_record(*args):
-            step = compile_step(*args)
-            return lambda token_ids, *rest: given.append(np.array(token_ids)) or step(token_ids, *rest)
+    class RecordingStep(training.TrainStep):
+        def __call__(self, batches, rate):
+            trained.extend(token_ids.copy() for token_ids, _ in batches)
+            return super().__call__(batches, rate)
 
-        return compile_and_record
+    def compile_and_record(model):
+        predict = compile_predict(model)
+        return lambda token_ids: predicted.append(np.array(token_ids)) or predict(token_ids)
 
-    monkeypatch.setattr(training, "compile_train_step", recording(training.compile_train_step, trained))
-    monkeypatch.setattr(training, "compile_predict", recording(training.compile_predict, predicted))
+    compile_predict = training.compile_predict
+    monkeypatch.setattr(training, "TrainStep", RecordingStep)
+    monkeypatch.setattr(training, "compile_predict", compile_and_record)
     training.train(job, tmp_path, KEY, Stub())
     batches = len(trained) // 3
     for epoch in (trained[:batches], trained[-batches:]):
