@@ -282,16 +282,76 @@ def test_signal_handlers_are_put_back(whole):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_resume_is_exact_with_a_loss_scale(data_file, data_dir, tmp_path):
-    job = make_job(data_file, precision="mixed_float16", epochs=1)
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"precision": "mixed_bfloat16", "r_drop": 1.0},
+        {"ema_decay": 0.9, "accumulate_batches": 3},
+        {"precision": "mixed_float16", "ema_decay": 0.9, "accumulate_batches": 2, "r_drop": 1.0,
+         "class_weights": "balanced", "label_smoothing": 0.1},
+    ],
+    ids=lambda section: "-".join(map(str, section.values())),
+)  # fmt: skip
+def test_resume_is_exact_with_every_part_of_the_state(data_file, data_dir, tmp_path, section):
+    job = make_job(data_file, epochs=2, checkpoint_every_steps=2, **section)
     runs = [tmp_path / name for name in ("whole", "stopped")]
     for run in runs:
         shutil.copytree(data_dir, run / "data")
-    training.train(job, runs[0], KEY, Stub())
+    console = Stub()
+    training.train(job, runs[0], KEY, console)
+    steps = last(runs[0]).progress.step
+    batches = len(training.epoch_plan(dataset.Split.load(runs[0] / "data", "train").lengths, 512, 17, 0))
+    assert steps == 2 * -(-batches // section.get("accumulate_batches", 1)) == console.steps[-1] >= 6
+
     with pytest.raises(Interrupted):
-        training.train(job, runs[1], KEY, Stub(stop_at(5)))
+        training.train(job, runs[1], KEY, Stub(stop_at(1)))
+
+    def crash(step):
+        if step == steps // 2 + 3:  # after the last checkpoint
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        training.train(job, runs[1], KEY, Stub(crash))
     training.train(job, runs[1], KEY, Stub())
     assert_same_run(runs[1], runs[0])
+
+
+def test_averaged_weights_are_validated_kept_as_best_and_loaded_for_export(data_file, run_dir):
+    job = make_job(data_file, ema_decay=0.9, keep_checkpoints=100)
+    training.train(job, run_dir, KEY, Stub())
+    progress, best = last(run_dir).progress, checkpoint.finished_best(run_dir, KEY).arrays
+    state = list(checkpoint.read(run_dir / training.CHECKPOINTS, progress.best_step).arrays.values())
+    model = training.load_best(job, run_dir, KEY)
+    averages, weights = state[-len(best) :], state[: len(model.variables)]
+    assert [a.tobytes() for a in best.values()] == [a.tobytes() for a in averages]
+    assert [v.numpy().tobytes() for v in model.weights] == [a.tobytes() for a in averages]
+    # Training itself goes on with the weights that are not averaged.
+    assert not np.allclose(weights[0], averages[0], atol=1e-3)
+
+    row = next(r for r in rows_of(run_dir) if r["kind"] == "validation" and r["step"] == progress.best_step)
+    split = dataset.Split.load(run_dir / "data", "validation")
+    logits = np.asarray(model(split.token_ids(np.arange(len(split)))))
+    found = evaluation.metrics(evaluation.softmax(logits), split.labels, ["bad", "good"])
+    assert found["accuracy"] == row["accuracy"] == progress.best_value
+    assert found["loss"] == pytest.approx(row["loss"], rel=1e-5)
+    model.set_weights([a for a, v in zip(weights, model.variables, strict=True) if a.dtype.kind == "f"])
+    logits = np.asarray(model(split.token_ids(np.arange(len(split)))))
+    others = evaluation.metrics(evaluation.softmax(logits), split.labels, ["bad", "good"])
+    assert others["loss"] != pytest.approx(row["loss"], rel=1e-3)
+
+
+def test_class_weights_shape_the_answers(data_file, run_dir):
+    # Rows of "bad" hardly count, so every answer is "good".
+    job = make_job(data_file, epochs=1, class_weights={"bad": 1e-3})
+    training.train(job, run_dir, KEY, Stub())
+    split = dataset.Split.load(run_dir / "data", "validation")
+    logits = np.asarray(training.load_best(job, run_dir, KEY)(split.token_ids(np.arange(len(split)))))
+    assert (logits.argmax(axis=1) == 1).all() and 0 < split.labels.mean() < 1
+
+
+def test_class_weights_of_an_unknown_label_are_refused(data_file, run_dir):
+    with pytest.raises(JobError, match="training.class_weights names labels that are not in data.train: 'awful'"):
+        training.train(make_job(data_file, class_weights={"awful": 2.0}), run_dir, KEY, Stub())
 
 
 def test_another_seed_gives_other_weights(whole, data_file, run_dir):
