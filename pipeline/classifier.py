@@ -35,8 +35,8 @@ class EncoderClassifier(keras.Model):
         head_dropout: share of the pooled vector dropped before the last layer.
         max_length: longest text, in tokens.
         seed: integer seed of initial values and dropout, or None for a random one.
-        dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Position table, masked softmax, LayerNorm,
-            pooling and logits are float32 whatever it is.
+        dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Under a mixed policy the matrix products of the
+            encoder are in half precision, everything else is float32.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class EncoderClassifier(keras.Model):
             training: True applies dropout.
 
         Returns:
-            float [B, T, D] in the compute dtype; what stands at padded positions has no meaning.
+            float32 [B, T, D]; what stands at padded positions has no meaning.
         """
         attend = padding_mask(token_ids != PAD_ID)  # [B, 1, T]
         x = self.embedding(token_ids)  # [B, T, D]

@@ -24,16 +24,16 @@ def test_a_training_step_on_gpu_agrees_with_cpu():
 
     from pipeline.classifier import build_classifier
     from pipeline.config import TrainingConfig
-    from pipeline.optimization import build_optimizer, compile_train_step
+    from pipeline.train_step import TrainStep
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    token_ids = np.array([[3, 4, 5, 0], [6, 0, 0, 0], [0, 0, 0, 0]], np.int32)
+    batch = np.array([[3, 4, 5, 0], [6, 0, 0, 0], [0, 0, 0, 0]], np.int32), np.array([0, 1, 2], np.int32)
     losses = {}
     for device in ("/CPU:0", "/GPU:0"):
         with tf.device(device):
             model = build_classifier(TINY, vocab_size=10, num_classes=3, seed=1)
-            step = compile_train_step(model, build_optimizer(model, TrainingConfig()), clip_norm=1.0)
-            losses[device] = [float(step(token_ids, np.array([0, 1, 2]), np.float32(1e-2))[0]) for _ in range(10)]
+            train_step = TrainStep(model, TrainingConfig(), np.ones(3))
+            losses[device] = [train_step([batch], 1e-2)[0] for _ in range(10)]
     np.testing.assert_allclose(losses["/GPU:0"], losses["/CPU:0"], atol=1e-4, rtol=1e-4)
 
 

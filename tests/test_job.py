@@ -110,9 +110,16 @@ def test_metrics_rows(published):
     train = [row for row in rows if row["kind"] == "train"]
     expected = {
         "kind", "step", "epoch", "loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s",
+        "waiting_share",
     }  # fmt: skip
     assert all(expected <= set(row) for row in train)
-    assert [row["epoch"] for row in rows if row["kind"] == "validation"] == [0, 1, 2]
+    validations = [row for row in rows if row["kind"] == "validation"]
+    assert [row["epoch"] for row in validations] == [0, 1, 2]
+    expected = {
+        "kind", "step", "epoch", "loss", "accuracy", "macro_f1", "calibration_error",
+        "training_s", "waiting_s", "validating_s", "saving_s",
+    }  # fmt: skip
+    assert all(expected <= set(row) for row in validations)
     assert all(0 <= row["padded_share"] < 1 for row in train)
 
 

@@ -152,16 +152,20 @@ def test_learns_and_records(whole):
     rows = rows_of(run_dir)
     of_training = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in of_training] == list(range(2, 3 * steps_per_epoch + 1, 2))
-    figures = {"loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s"}
+    figures = {"loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s", "waiting_share"}
     for row in of_training:
         assert set(row) == {"kind", "step", "epoch"} | figures
         assert all(isinstance(row[name], float) for name in figures)
         assert row["epoch"] == (row["step"] - 1) // steps_per_epoch
         assert 0 <= row["padded_share"] < 0.5 and row["real_tokens_per_s"] > 0 and row["gradient_norm"] > 0
+        assert 0 <= row["waiting_share"] <= 1
     validations = [row for row in rows if row["kind"] == "validation"]
     assert [(row["epoch"], row["step"]) for row in validations] == [(i, (i + 1) * steps_per_epoch) for i in range(3)]
     for row in validations:
-        assert set(row) == {"kind", "step", "epoch", "loss", "accuracy", "macro_f1", "calibration_error"}
+        times = {"training_s", "waiting_s", "validating_s", "saving_s"}
+        assert set(row) == {"kind", "step", "epoch", "loss", "accuracy", "macro_f1", "calibration_error"} | times
+        assert all(isinstance(row[name], float) and row[name] >= 0 for name in times)
+        assert row["training_s"] > 0 and row["validating_s"] > 0
     assert validations[-1]["accuracy"] > 0.75
     assert of_training[-1]["loss"] < 0.6 < of_training[0]["loss"]  # ln 2 is 0.69
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
@@ -278,25 +282,86 @@ def test_signal_handlers_are_put_back(whole):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_resume_is_exact_with_a_loss_scale(data_file, data_dir, tmp_path):
-    job = make_job(data_file, precision="mixed_float16", epochs=1)
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"precision": "mixed_bfloat16", "r_drop": 1.0},
+        {"ema_decay": 0.9, "accumulate_batches": 3},
+        {"precision": "mixed_float16", "ema_decay": 0.9, "accumulate_batches": 2, "r_drop": 1.0,
+         "class_weights": "balanced", "label_smoothing": 0.1},
+    ],
+    ids=lambda section: "-".join(map(str, section.values())),
+)  # fmt: skip
+def test_resume_is_exact_with_every_part_of_the_state(data_file, data_dir, tmp_path, section):
+    job = make_job(data_file, epochs=2, checkpoint_every_steps=2, **section)
     runs = [tmp_path / name for name in ("whole", "stopped")]
     for run in runs:
         shutil.copytree(data_dir, run / "data")
-    training.train(job, runs[0], KEY, Stub())
+    console = Stub()
+    training.train(job, runs[0], KEY, console)
+    steps = last(runs[0]).progress.step
+    batches = len(training.epoch_plan(dataset.Split.load(runs[0] / "data", "train").lengths, 512, 17, 0))
+    assert steps == 2 * -(-batches // section.get("accumulate_batches", 1)) == console.steps[-1] >= 6
+
     with pytest.raises(Interrupted):
-        training.train(job, runs[1], KEY, Stub(stop_at(5)))
+        training.train(job, runs[1], KEY, Stub(stop_at(1)))
+
+    def crash(step):
+        if step == steps // 2 + 3:  # after the last checkpoint
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        training.train(job, runs[1], KEY, Stub(crash))
     training.train(job, runs[1], KEY, Stub())
     assert_same_run(runs[1], runs[0])
+
+
+def test_averaged_weights_are_validated_kept_as_best_and_loaded_for_export(data_file, run_dir):
+    job = make_job(data_file, ema_decay=0.9, keep_checkpoints=100)
+    training.train(job, run_dir, KEY, Stub())
+    progress, best = last(run_dir).progress, checkpoint.finished_best(run_dir, KEY).arrays
+    state = list(checkpoint.read(run_dir / training.CHECKPOINTS, progress.best_step).arrays.values())
+    model = training.load_best(job, run_dir, KEY)
+    averages, weights = state[-len(best) :], state[: len(model.variables)]
+    assert [a.tobytes() for a in best.values()] == [a.tobytes() for a in averages]
+    assert [v.numpy().tobytes() for v in model.weights] == [a.tobytes() for a in averages]
+    # Training itself goes on with the weights that are not averaged.
+    assert not np.allclose(weights[0], averages[0], atol=1e-3)
+
+    row = next(r for r in rows_of(run_dir) if r["kind"] == "validation" and r["step"] == progress.best_step)
+    split = dataset.Split.load(run_dir / "data", "validation")
+    logits = np.asarray(model(split.token_ids(np.arange(len(split)))))
+    found = evaluation.metrics(evaluation.softmax(logits), split.labels, ["bad", "good"])
+    assert found["accuracy"] == row["accuracy"] == progress.best_value
+    assert found["loss"] == pytest.approx(row["loss"], rel=1e-5)
+    model.set_weights([a for a, v in zip(weights, model.variables, strict=True) if a.dtype.kind == "f"])
+    logits = np.asarray(model(split.token_ids(np.arange(len(split)))))
+    others = evaluation.metrics(evaluation.softmax(logits), split.labels, ["bad", "good"])
+    assert others["loss"] != pytest.approx(row["loss"], rel=1e-3)
+
+
+def test_class_weights_shape_the_answers(data_file, run_dir):
+    # Rows of "bad" hardly count, so every answer is "good".
+    job = make_job(data_file, epochs=1, class_weights={"bad": 1e-3})
+    training.train(job, run_dir, KEY, Stub())
+    split = dataset.Split.load(run_dir / "data", "validation")
+    logits = np.asarray(training.load_best(job, run_dir, KEY)(split.token_ids(np.arange(len(split)))))
+    assert (logits.argmax(axis=1) == 1).all() and 0 < split.labels.mean() < 1
+
+
+def test_class_weights_of_an_unknown_label_are_refused(data_file, run_dir):
+    with pytest.raises(JobError, match="training.class_weights names labels that are not in data.train: 'awful'"):
+        training.train(make_job(data_file, class_weights={"awful": 2.0}), run_dir, KEY, Stub())
 
 
 def test_another_seed_gives_other_weights(whole, data_file, run_dir):
     job = make_job(data_file, seed=18, epochs=1)
     training.train(job, run_dir, KEY, Stub())
-    expected = last(whole[1]).arrays
-    kernels = [(name, a) for name, a in last(run_dir).arrays.items() if name.startswith("model") and a.ndim == 2]
-    assert kernels
-    assert all(not np.allclose(a, expected[name], atol=1e-3) for name, a in kernels)
+    found, expected = (checkpoint.finished_best(run, KEY).arrays for run in (run_dir, whole[1]))
+    assert list(found) == list(expected)
+    kernels = [name for name, a in found.items() if a.ndim == 2]
+    assert len(kernels) == 8  # the embeddings, four of the attention, two of the feed-forward, the head
+    assert all(not np.allclose(found[name], expected[name], atol=1e-3) for name in kernels)
 
 
 def test_patience_is_carried_over(data_file, run_dir):
@@ -414,15 +479,18 @@ def test_hidden_tokens_are_in_training_batches_only(data_file, tmp_path, monkeyp
     dataset.prepare(job, tmp_path / "data")
     trained, predicted = [], []
 
-    def recording(compile_step, given):
-        def compile_and_record(*args):
-            step = compile_step(*args)
-            return lambda token_ids, *rest: given.append(np.array(token_ids)) or step(token_ids, *rest)
+    class RecordingStep(training.TrainStep):
+        def __call__(self, batches, rate):
+            trained.extend(token_ids.copy() for token_ids, _ in batches)
+            return super().__call__(batches, rate)
 
-        return compile_and_record
+    def compile_and_record(model):
+        predict = compile_predict(model)
+        return lambda token_ids: predicted.append(np.array(token_ids)) or predict(token_ids)
 
-    monkeypatch.setattr(training, "compile_train_step", recording(training.compile_train_step, trained))
-    monkeypatch.setattr(training, "compile_predict", recording(training.compile_predict, predicted))
+    compile_predict = training.compile_predict
+    monkeypatch.setattr(training, "TrainStep", RecordingStep)
+    monkeypatch.setattr(training, "compile_predict", compile_and_record)
     training.train(job, tmp_path, KEY, Stub())
     batches = len(trained) // 3
     for epoch in (trained[:batches], trained[-batches:]):
