@@ -8,6 +8,8 @@ import pytest
 
 from pipeline import checkpoint
 from pipeline.checkpoint import Progress
+from pipeline.config import TrainingConfig
+from pipeline.contract import sha256_file
 from pipeline.errors import CheckpointError
 
 PROGRESS = Progress(3, 7, 120, 100, 0.1 + 0.2, 2, 4567, "")
@@ -172,6 +174,36 @@ def test_what_dead_processes_left_is_no_checkpoint(two):
     shutil.copytree(two / "step-00000120", two / ".staged-step-00000130-4242")
     assert checkpoint.steps(two) == [100, 120]
     assert next(checkpoint.newest_first(two, no_warning), None).progress.step == 120
+
+
+def test_why_finished():
+    def why(epoch, batch, waited, epochs, patience):
+        progress = Progress(epoch=epoch, batch=batch, evaluations_without_improvement=waited)
+        return progress.why_finished(TrainingConfig(epochs=epochs, patience=patience))
+
+    assert why(0, 0, 0, 1, 0) == ""
+    assert why(3, 0, 0, 3, 0) == why(3, 0, 2, 3, 2) == why(4, 0, 0, 3, 0) == "epochs"
+    assert why(3, 0, 0, 4, 0) == why(3, 0, 9, 4, 0) == why(3, 0, 1, 4, 2) == ""
+    assert why(3, 0, 2, 4, 2) == why(3, 0, 3, 4, 2) == "patience"
+    assert why(2, 5, 2, 4, 2) == ""  # in the middle of an epoch
+    assert [Progress(epoch=3, batch=b).epochs_begun for b in (0, 1)] == [3, 4]
+
+
+def test_newest_progress(two, tmp_path):
+    assert checkpoint.newest_progress(two) == PROGRESS
+    (two / "step-00000120" / checkpoint.PROGRESS).write_text("[]")
+    assert checkpoint.newest_progress(two) == Progress(step=100)
+    assert checkpoint.newest_progress(tmp_path / "absent") is None
+
+
+def test_a_value_that_is_not_finite_is_not_read(two):
+    np.savez(two / "step-00000120" / checkpoint.STATE, a=np.array([1, np.nan], np.float32))
+    sums = "".join(
+        f"{sha256_file(two / 'step-00000120' / name)}  {name}\n" for name in (checkpoint.STATE, checkpoint.PROGRESS)
+    )
+    (two / "step-00000120" / checkpoint.SUMS).write_text(sums)
+    with pytest.raises(CheckpointError, match="is damaged: a holds a value that is not finite"):
+        checkpoint.read(two, 120)
 
 
 def test_best_step(two):

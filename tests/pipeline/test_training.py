@@ -180,8 +180,8 @@ def test_best_weights_are_those_of_the_best_validation(whole):
     progress = last(run_dir).progress
     assert (progress.best_step, progress.best_value) == (best["step"], best["accuracy"])
     assert (progress.finished, progress.epoch, progress.batch) == ("epochs", 3, 0)
-    assert checkpoint.finished_best(run_dir, KEY) is not None
-    assert checkpoint.finished_best(run_dir, "another key") is None
+    assert checkpoint.finished_best(run_dir, KEY, job.training) is not None
+    assert checkpoint.finished_best(run_dir, "another key", job.training) is None
 
     model = training.load_best(job, run_dir, KEY)
     split = dataset.Split.load(run_dir / "data", "validation")
@@ -210,7 +210,7 @@ def test_resume_is_exact_wherever_it_stops(whole, run_dir, monkeypatch):
             Interrupted, match=rf"^stopped by SIG\w+ at step {at} of {3 * epoch}; the state is saved in"
         ):
             training.train(job, run_dir, KEY, console)
-        assert checkpoint.finished_best(run_dir, KEY) is None
+        assert checkpoint.finished_best(run_dir, KEY, job.training) is None
         return console
 
     # Before the first step.
@@ -263,7 +263,7 @@ def test_resume_is_exact_wherever_it_stops(whole, run_dir, monkeypatch):
     # At the very end: all is done, and the caller still learns of the signal.
     with pytest.raises(Interrupted):
         training.train(job, run_dir, KEY, Stub(on_epoch=stop_at(3 * epoch)))
-    assert checkpoint.finished_best(run_dir, KEY) is not None
+    assert checkpoint.finished_best(run_dir, KEY, job.training) is not None
     training.train(job, run_dir, KEY, Stub())
     assert_same_run(run_dir, expected)
 
@@ -311,7 +311,7 @@ def test_patience_is_carried_over(data_file, run_dir):
     assert (progress.epoch, progress.evaluations_without_improvement, progress.finished) == (3, 2, "patience")
     assert progress.best_step == counts[0]
     assert checkpoint.steps(run_dir / training.BEST) == [counts[0]]
-    assert checkpoint.finished_best(run_dir, KEY) is not None
+    assert checkpoint.finished_best(run_dir, KEY, job.training) is not None
 
 
 def test_a_loss_that_is_not_finite_ends_with_step_and_rows(data_file, run_dir):
@@ -332,7 +332,7 @@ def test_a_loss_that_is_not_finite_ends_with_step_and_rows(data_file, run_dir):
     for found in checkpoint.steps(run_dir / training.CHECKPOINTS):
         arrays = checkpoint.read(run_dir / training.CHECKPOINTS, found).arrays
         assert all(np.isfinite(a).all() for a in arrays.values())
-    assert checkpoint.finished_best(run_dir, KEY) is None
+    assert checkpoint.finished_best(run_dir, KEY, job.training) is None
     with pytest.raises(TrainingError, match="holds no finished training"):
         training.load_best(job, run_dir, KEY)
 
@@ -352,12 +352,13 @@ def test_damaged_best_weights_are_made_again(whole, run_dir):
         shutil.copytree(other / directory, run_dir / directory)
     for state in (run_dir / training.BEST).glob("*/state.npz"):
         state.write_bytes(state.read_bytes()[:-1])
-    assert checkpoint.finished_best(run_dir, KEY) is None
+    assert checkpoint.finished_best(run_dir, KEY, job.training) is None
     stub = Stub()
     training.train(job, run_dir, KEY, stub)
     assert any("is damaged" in line for line in stub.warnings)
     assert_same_arrays(last(run_dir).arrays, last(other).arrays)
-    assert_same_arrays(checkpoint.finished_best(run_dir, KEY).arrays, checkpoint.finished_best(other, KEY).arrays)
+    best = [checkpoint.finished_best(run, KEY, job.training) for run in (run_dir, other)]
+    assert_same_arrays(best[0].arrays, best[1].arrays)
 
 
 def test_checkpoints_of_another_key_are_refused(whole, run_dir):
@@ -367,6 +368,76 @@ def test_checkpoints_of_another_key_are_refused(whole, run_dir):
     with pytest.raises(JobError, match="holds the training of another job or of other data"):
         training.train(job, run_dir, "another key", Stub())
     assert_same_arrays(last(run_dir).arrays, last(other).arrays)
+
+
+def stopped_run(job, data_dir, run_dir, step):
+    """A run in `run_dir` that was stopped after `step`."""
+    shutil.copytree(data_dir, run_dir / "data")
+    with pytest.raises(Interrupted):
+        training.train(job, run_dir, KEY, Stub(stop_at(step)))
+
+
+def test_settings_that_cannot_matter_may_change_while_a_run_waits(whole, data_file, data_dir, tmp_path):
+    job, expected, console = whole
+    stopped_run(job, data_dir, tmp_path / "run", 7)
+    changed = make_job(
+        data_file, log_every_steps=3, keep_checkpoints=1, checkpoint_every_s=0.01, checkpoint_every_steps=0, patience=9
+    )
+    stub = Stub()
+    training.train(changed, tmp_path / "run", KEY, stub)
+    assert stub.steps == console.steps[7:]
+    assert_same_arrays(last(tmp_path / "run").arrays, last(expected).arrays)
+    assert checkpoint.steps(tmp_path / "run" / training.CHECKPOINTS) == [console.steps[-1]]
+    logged = [row["step"] for row in rows_of(tmp_path / "run") if row["kind"] == "train"]
+    assert logged == [2, 4, 6] + list(range(9, console.steps[-1] + 1, 3))
+
+
+@pytest.mark.parametrize("stop", ["in the middle", "finished"])
+def test_more_epochs_go_on_from_where_the_run_stands(whole, data_file, data_dir, tmp_path, stop):
+    job, expected, console = whole
+    epoch = len(console.steps) // 3
+    run_dir = tmp_path / "run"
+    if stop == "finished":
+        shutil.copytree(expected, run_dir)
+        start = 3 * epoch
+    else:
+        start = epoch + 2
+        stopped_run(job, data_dir, run_dir, start)
+    longer = make_job(data_file, epochs=4)
+    assert checkpoint.finished_best(run_dir, KEY, longer.training) is None
+    stub = Stub()
+    training.train(longer, run_dir, KEY, stub)
+    assert stub.notes == [f"going on from step {start} of {4 * epoch}"]
+    assert stub.steps == list(range(start + 1, 4 * epoch + 1))
+    assert last(run_dir).progress.finished == "epochs"
+    assert checkpoint.finished_best(run_dir, KEY, longer.training) is not None
+    peak, warmup = job.training.learning_rate, job.training.warmup_ratio
+    for row in rows_of(run_dir):
+        if row["kind"] == "train":
+            steps = (3 if row["step"] <= start else 4) * epoch
+            assert row["learning_rate"] == training.learning_rate(row["step"] - 1, steps, peak, warmup)
+
+    # And fewer than were begun are refused.
+    before = last(run_dir)
+    with pytest.raises(JobError, match=r"has begun epoch 4, beyond training.epochs=3\. Raise it, or .* --fresh"):
+        training.train(job, run_dir, KEY, Stub())
+    assert last(run_dir).progress == before.progress
+
+
+def test_another_patience_counts_from_where_the_run_stands(data_file, data_dir, tmp_path):
+    # Nothing improves after the first validation.
+    jobs = {n: make_job(data_file, epochs=6, learning_rate=1e-12, patience=n) for n in (1, 2, 3)}
+    shutil.copytree(data_dir, tmp_path / "data")
+
+    def train(patience):
+        epochs = []
+        training.train(jobs[patience], tmp_path, KEY, Stub(on_epoch=epochs.append))
+        progress = last(tmp_path).progress
+        return len(epochs), progress.epoch, progress.evaluations_without_improvement, progress.finished
+
+    assert train(2) == (3, 3, 2, "patience")
+    assert train(1) == (0, 3, 2, "patience")
+    assert train(3) == (1, 4, 3, "patience")
 
 
 def test_resume_is_exact_with_subword_regularization(data_file, tmp_path):
