@@ -1,11 +1,13 @@
 """Signals and kills at any moment: nothing half-written is left, and running the job again goes on."""
 
+import itertools
 import random
 import signal
 import time
 
 import pytest
 
+from pipeline import checkpoint
 from pipeline.contract import Manifest
 from tests.jobs import (
     copy_trained,
@@ -19,6 +21,7 @@ from tests.jobs import (
     training_result,
     wait_until,
 )
+from tests.kills import Forks, Moment, differing, result, where_it_stands
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +46,41 @@ def _assert_published_once(job):
     assert job.versions == ["1"]
     Manifest.read(job.model_dir / "1").check_files(job.model_dir / "1")
     assert job.leftovers() == []
+
+
+def test_a_dozen_kills_in_one_training(published, tmp_path):
+    """SIGKILL at seeded random moments: in file operations of a save, in steps, in compilations, at epochs' ends."""
+    expected = result(published.run_dir)
+    epoch_ends = [row["step"] for row in expected["metrics.jsonl"] if row["kind"] == "validation"]
+    job = make_job(tmp_path)
+    assert job.run(command="prepare").code == 0
+    rng = random.Random(11)
+    hits, resumed_at = [], []
+    with Forks(tmp_path) as forks:
+        for end in epoch_ends:
+            for kind in [*rng.sample(["file", "compile", "step"], 2), "end", "file"]:
+                saved = checkpoint.newest_progress(job.run_dir / "checkpoints")
+                resumed_at.append(saved.step if saved else 0)
+                moment = {
+                    "file": Moment("file", rng.randint(1, 25)),
+                    "compile": Moment("compile", delay_s=rng.uniform(0, 0.5)),
+                    "step": Moment("row", resumed_at[-1] + rng.randint(1, 3), rng.uniform(0, 0.002)),
+                    "end": Moment("row", end, rng.uniform(0, 0.01)),
+                }[kind]
+                interval = f"training.checkpoint_every_steps={rng.choice([3, 5, 8])}"
+                done = forks.run(job, moment, "--set", interval)
+                assert done.code in (-signal.SIGKILL, 0), done.stderr
+                if done.code:
+                    hits.append(where_it_stands(job.run_dir, epoch_ends))
+        assert forks.run(job, None).code == 0
+    assert differing(result(job.run_dir), expected) == []
+    steps = [row["step"] for row in metrics_rows(job.run_dir) if row["kind"] == "train"]
+    assert steps == list(range(1, epoch_ends[-1] + 1))  # none twice, none left out
+    assert job.leftovers() == []
+    # And it was as hard as it should be.
+    assert len(hits) >= 10
+    assert len([hit for hit in hits if "save" in hit]) >= 2
+    assert any(a == b > 0 for a, b in itertools.pairwise(resumed_at)), "never twice between two checkpoints"
 
 
 def test_signals_while_training_save_and_a_later_run_goes_on(published, tmp_path):
