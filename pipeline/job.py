@@ -267,6 +267,7 @@ class Job:
         from pipeline.runtime import start_tensorflow
 
         start_tensorflow()
+        self.stop()  # its modules catch exceptions of any kind while they are imported
 
     def _measure(self):
         self._start_tensorflow()

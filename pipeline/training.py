@@ -37,8 +37,8 @@ def train(job, run_dir, key, console):
         CheckpointError: a checkpoint cannot be written.
         JobError: the checkpoints in `run_dir` are of another `key`.
     """
-    trainer = _Trainer(job, Path(run_dir), key, console)
     with _stop_signals() as stop:
+        trainer = _Trainer(job, Path(run_dir), key, console)
         try:
             trainer.run(stop)
             stop.check()
@@ -47,6 +47,7 @@ def train(job, run_dir, key, console):
                 f"{e} at step {trainer.progress.step} of {trainer.steps}; the state is saved in "
                 f"{trainer.run_dir / CHECKPOINTS}. Run the same command again to go on."
             ) from None
+    stop.check()  # for what came after the last look and before the handlers were put back
 
 
 def load_best(job, run_dir, key):

@@ -139,6 +139,13 @@ def assert_same_run(found, expected):
     assert without_speed(rows_of(found)) == without_speed(rows_of(expected))
 
 
+def stopped_run(job, data_dir, run_dir, step):
+    """A run in `run_dir` that was stopped after `step`."""
+    shutil.copytree(data_dir, run_dir / "data")
+    with pytest.raises(Interrupted):
+        training.train(job, run_dir, KEY, Stub(stop_at(step)))
+
+
 def test_learns_and_records(whole):
     job, run_dir, console = whole
     steps_per_epoch, rest = divmod(len(console.steps), 3)
@@ -275,16 +282,59 @@ def test_signal_handlers_are_put_back(whole):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_resume_is_exact_with_a_loss_scale(data_file, data_dir, tmp_path):
-    job = make_job(data_file, precision="mixed_float16", epochs=1)
-    runs = [tmp_path / name for name in ("whole", "stopped")]
-    for run in runs:
-        shutil.copytree(data_dir, run / "data")
-    training.train(job, runs[0], KEY, Stub())
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_resume_is_exact_in_mixed_precision(data_file, data_dir, tmp_path, precision):
+    job = make_job(data_file, precision=precision, epochs=2, log_every_steps=1)
+    shutil.copytree(data_dir, tmp_path / "whole" / "data")
+    training.train(job, tmp_path / "whole", KEY, Stub())
+    stopped_run(job, data_dir, tmp_path / "stopped", 5)
+    training.train(job, tmp_path / "stopped", KEY, Stub())
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_the_loss_scale_and_its_counters_are_carried_over(data_file, data_dir, tmp_path):
+    """The scale is set so high that the next steps overflow: they are skipped and it shrinks."""
+    job = make_job(data_file, precision="mixed_float16", epochs=1, checkpoint_every_steps=1, keep_checkpoints=99)
+    stopped_run(job, data_dir, tmp_path / "whole", 2)
+    directory, raised = tmp_path / "whole" / training.CHECKPOINTS, np.float32(2.0**26)
+    state = checkpoint.read(directory, 2)
+    [scale] = [name for name, a in state.arrays.items() if a.shape == () and a.dtype == np.float32 and a == 2.0**15]
+    checkpoint.save(directory, state.arrays | {scale: raised}, state.progress, KEY)
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+
+    training.train(job, tmp_path / "whole", KEY, Stub())
+    overflows = [step for step in (3, 4) if checkpoint.read(directory, step).arrays[scale] < raised]
+    assert overflows == [3, 4]
     with pytest.raises(Interrupted):
-        training.train(job, runs[1], KEY, Stub(stop_at(5)))
-    training.train(job, runs[1], KEY, Stub())
-    assert_same_run(runs[1], runs[0])
+        training.train(job, tmp_path / "stopped", KEY, Stub(stop_at(4)))
+    assert last(tmp_path / "stopped").arrays[scale] == raised / 4
+    training.train(job, tmp_path / "stopped", KEY, Stub())
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_a_worse_epoch_after_a_resume_does_not_replace_the_best(data_file, data_dir, tmp_path):
+    job = make_job(data_file, learning_rate=0.5, epochs=5)  # too large to get better every time
+    shutil.copytree(data_dir, tmp_path / "whole" / "data")
+    training.train(job, tmp_path / "whole", KEY, Stub())
+    validations = [row for row in rows_of(tmp_path / "whole") if row["kind"] == "validation"]
+    values = [row["accuracy"] for row in validations]
+    worse = next(i for i, value in enumerate(values) if i and value < max(values[:i]))
+
+    run_dir, at = tmp_path / "stopped", validations[worse - 1]["step"] + 2
+    stopped_run(job, data_dir, run_dir, at)
+    before, best = last(run_dir).progress, (run_dir / training.BEST)
+    weights = best / f"step-{before.best_step:08d}" / checkpoint.STATE
+    status = weights.stat()
+    assert before.best_value == max(values[:worse])
+    epochs = []
+    with contextlib.suppress(Interrupted):  # it is the last epoch, or it is stopped after it
+        training.train(job, run_dir, KEY, Stub(stop_at(validations[worse]["step"] + 1), epochs.append))
+    assert epochs == [validations[worse]["step"]]
+    after = last(run_dir).progress
+    assert (after.best_step, after.best_value) == (before.best_step, before.best_value)
+    assert after.evaluations_without_improvement == before.evaluations_without_improvement + 1
+    assert checkpoint.steps(best) == [before.best_step]
+    assert (weights.stat().st_ino, weights.stat().st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
 
 
 def test_another_seed_gives_other_weights(whole, data_file, run_dir):
@@ -368,13 +418,6 @@ def test_checkpoints_of_another_key_are_refused(whole, run_dir):
     with pytest.raises(JobError, match="holds the training of another job or of other data"):
         training.train(job, run_dir, "another key", Stub())
     assert_same_arrays(last(run_dir).arrays, last(other).arrays)
-
-
-def stopped_run(job, data_dir, run_dir, step):
-    """A run in `run_dir` that was stopped after `step`."""
-    shutil.copytree(data_dir, run_dir / "data")
-    with pytest.raises(Interrupted):
-        training.train(job, run_dir, KEY, Stub(stop_at(step)))
 
 
 def test_settings_that_cannot_matter_may_change_while_a_run_waits(whole, data_file, data_dir, tmp_path):
