@@ -1,8 +1,11 @@
 """Signals and kills at any moment: nothing half-written is left, and running the job again goes on."""
 
 import itertools
+import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from pipeline import checkpoint
 from pipeline.contract import Manifest
 from tests.jobs import (
+    contents,
     copy_trained,
     finish,
     kill_when,
@@ -81,6 +85,66 @@ def test_a_dozen_kills_in_one_training(published, tmp_path):
     assert len(hits) >= 10
     assert len([hit for hit in hits if "save" in hit]) >= 2
     assert any(a == b > 0 for a, b in itertools.pairwise(resumed_at)), "never twice between two checkpoints"
+
+
+_WITH_A_LIMIT = """
+import resource, sys
+from pipeline import commands
+resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
+sys.argv = ["pipeline", "train", sys.argv[1]]
+commands.main()
+"""
+
+
+@pytest.mark.parametrize("limit", ["size of the disk", "size of a file"])
+def test_no_room_for_a_checkpoint(published, tmp_path, limit, request):
+    """A clear error, nothing half-written, and the run goes on to the same result once there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if limit == "size of the disk":
+        resize = request.getfixturevalue("mounted")(disk)
+    job = copy_trained(published, disk / "job")
+    shutil.rmtree(max((job.run_dir / "checkpoints").iterdir()))
+    before = contents(job.run_dir / "checkpoints")
+    if limit == "size of the disk":
+        resize(shutil.disk_usage(disk).used + (80 << 10))  # less than a checkpoint has
+        done = job.run(command="train")
+        resize(64 << 20)
+    else:
+        script = tmp_path / "limited.py"
+        script.write_text(_WITH_A_LIMIT)
+        done = run_script(script, job.file)
+    assert done.code == 1, done.stderr
+    assert done.last_line.startswith(f"error: cannot write checkpoint {job.run_dir}")
+    assert {"size of the disk": "No space left", "size of a file": "File too large"}[limit] in done.last_line
+    assert "make room on the disk and run again" in done.last_line
+    assert contents(job.run_dir / "checkpoints") == before
+    assert job.leftovers() == []
+
+    done = job.run(command="train")
+    assert done.code == 0, done.stderr
+    assert "going on from step 42 of 45" in done.stderr
+    assert differing(result(job.run_dir), result(published.run_dir)) == []
+
+
+@pytest.fixture
+def mounted():
+    """Mounts a file system on a directory; the returned function sets its size."""
+    if os.geteuid() or shutil.which("mount") is None:
+        pytest.skip("needs root and mount, to fill a real file system")
+    on = []
+
+    def mount(directory):
+        command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", directory]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a file system here: {done.stderr.strip()}")
+        on.append(directory)
+        return lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", directory], check=True)
+
+    yield mount
+    for directory in on:
+        subprocess.run(["umount", directory], check=True)
 
 
 def test_signals_while_training_save_and_a_later_run_goes_on(published, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline import checkpoint, dataset, evaluation, training
 from pipeline.config import JobConfig
+from pipeline.contract import sha256_file
 from pipeline.errors import CheckpointError, Interrupted, JobError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -383,6 +384,35 @@ def test_a_loss_that_is_not_finite_ends_with_step_and_rows(data_file, run_dir):
         arrays = checkpoint.read(run_dir / training.CHECKPOINTS, found).arrays
         assert all(np.isfinite(a).all() for a in arrays.values())
     assert checkpoint.finished_best(run_dir, KEY, job.training) is None
+    with pytest.raises(TrainingError, match="holds no finished training"):
+        training.load_best(job, run_dir, KEY)
+
+
+@pytest.mark.parametrize("saved_by", ["interval", "signal"])
+def test_weights_that_are_not_finite_after_a_finite_loss_are_not_saved(data_file, run_dir, saved_by):
+    # A rate that is infinite in float32: the first loss is finite, the weights after it are not.
+    job = make_job(data_file, learning_rate=1e39, checkpoint_every_steps=1 if saved_by == "interval" else 0)
+    console = Stub(stop_at(1) if saved_by == "signal" else lambda step: None)
+    with pytest.raises(CheckpointError, match=r"step 1: model 0000 holds a value that is not finite.*Lower training"):
+        training.train(job, run_dir, KEY, console)
+    assert console.steps == [1]
+    assert list(run_dir.rglob("state.npz")) == []
+    assert list(run_dir.rglob(".staged-*")) == []
+
+
+def test_best_weights_that_are_not_finite_are_not_loaded(whole, run_dir):
+    """They cannot be saved; so even if they lie there with the right sums, no export is made from them."""
+    job, other, _ = whole
+    for directory in (training.CHECKPOINTS, training.BEST):
+        shutil.copytree(other / directory, run_dir / directory)
+    assert training.load_best(job, run_dir, KEY) is not None
+    for path in (run_dir / training.BEST).iterdir():
+        with np.load(path / checkpoint.STATE) as state:
+            arrays = dict(state)
+        next(iter(arrays.values())).flat[0] = np.nan
+        np.savez(path / checkpoint.STATE, **arrays)
+        names = (checkpoint.STATE, checkpoint.PROGRESS)
+        (path / checkpoint.SUMS).write_text("".join(f"{sha256_file(path / name)}  {name}\n" for name in names))
     with pytest.raises(TrainingError, match="holds no finished training"):
         training.load_best(job, run_dir, KEY)
 
