@@ -142,7 +142,7 @@ class _Trial:
 
     def _moment(self, signals, gap_s=0.0):
         rng, saved = self.rng, self._saved_step()
-        ahead = next(step for step in self.epoch_ends if step > saved)
+        ahead = next((step for step in self.epoch_ends if step > saved), self.steps)
         kinds = {
             "time": lambda: Moment("time", delay_s=rng.uniform(0, 8), signals=signals, gap_s=gap_s),
             "compile": lambda: Moment("compile", delay_s=rng.uniform(0, 1.5), signals=signals, gap_s=gap_s),
