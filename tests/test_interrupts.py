@@ -22,10 +22,9 @@ from tests.jobs import (
     published_job,
     run_pipeline,
     run_script,
-    training_result,
     wait_until,
 )
-from tests.kills import Forks, Moment, differing, result, where_it_stands
+from tests.kills import Forks, Moment, differing, result, run_process, where_it_stands
 
 pytestmark = pytest.mark.slow
 
@@ -38,12 +37,7 @@ def published(tmp_path_factory):
 
 
 def _assert_same_training(job, other):
-    weights, rows = training_result(job.run_dir)
-    expected_weights, expected_rows = training_result(other.run_dir)
-    assert rows == expected_rows
-    assert {name: w.tobytes() for name, w in weights.items()} == {
-        name: w.tobytes() for name, w in expected_weights.items()
-    }
+    assert differing(result(job.run_dir), result(other.run_dir)) == []
 
 
 def _assert_published_once(job):
@@ -124,7 +118,7 @@ def test_no_room_for_a_checkpoint(published, tmp_path, limit, request):
     done = job.run(command="train")
     assert done.code == 0, done.stderr
     assert "going on from step 42 of 45" in done.stderr
-    assert differing(result(job.run_dir), result(published.run_dir)) == []
+    _assert_same_training(job, published)
 
 
 @pytest.fixture
@@ -181,6 +175,53 @@ def test_signals_while_training_save_and_a_later_run_goes_on(published, tmp_path
     assert done.code == 0, done.stderr
     assert "going on from step" in done.stderr
     _assert_same_training(job, published)
+
+
+def test_signals_at_any_moment_of_a_training(published, tmp_path):
+    """One or several, while TensorFlow is imported, in compilations, saves, steps and validations."""
+    job = make_job(tmp_path)
+    assert job.run(command="prepare").code == 0
+    term, interrupt = signal.SIGTERM, signal.SIGINT
+    rng = random.Random(5)
+    with Forks(tmp_path) as forks:
+        moments = [
+            (run_process, Moment("time", 0, rng.uniform(0.8, 2.0), (interrupt,))),
+            (forks.run, Moment("compile", 0, rng.uniform(0, 0.5), (term, interrupt, term), 0.01)),
+            (forks.run, Moment("file", rng.randint(5, 25), signals=(interrupt, interrupt))),
+            (forks.run, Moment("row", 15, rng.uniform(0, 0.01), (term,))),
+            (forks.run, Moment("row", 18, rng.uniform(0, 0.002), (interrupt, term), 0.001)),
+        ]
+        for run, moment in moments:
+            done = run(job, moment)
+            assert done.code == INTERRUPTED, (moment, done.stderr)
+            assert done.last_line.startswith("error: stopped by SIG"), done.stderr
+            assert "Exception ignored" not in done.stderr
+            assert done.stderr.count("error: ") == 1
+            assert job.leftovers() == []
+        assert forks.run(job, None).code == 0
+    _assert_same_training(job, published)
+
+
+def test_signal_between_the_end_of_a_stage_and_the_end_of_the_command(tmp_path):
+    """Wherever it lands, it is one line and 75: here while the lock is released, and while another error is shown."""
+    job = make_job(tmp_path)
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import contextlib, os, signal, sys\n"
+        "from pipeline import commands\n"
+        "ignore = commands._ignore_signals\n"
+        "def late():\n"
+        "    commands._ignore_signals = ignore\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    ignore()\n"
+        "commands._ignore_signals = late\n"
+        "sys.argv = ['pipeline', 'prepare', *sys.argv[1:]]\n"
+        "commands.main()\n"
+    )
+    for options in ([], ["--set", "data.text_column=absent"]):
+        done = run_script(script, job.file, *options)
+        assert done.code == INTERRUPTED
+        assert done.last_line.startswith("error: stopped by SIGTERM")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -262,6 +303,17 @@ def test_signal_lost_in_a_callback_stops_the_job_at_the_next_step(tmp_path):
     assert done.last_line.startswith("error: stopped by SIGTERM")
     assert (job.run_dir / "data").is_dir()
     assert not (job.run_dir / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_the_same_seed_gives_the_same_weights_whatever_pythonhashseed(published, tmp_path, monkeypatch, hash_seed):
+    monkeypatch.setenv("PYTHONHASHSEED", hash_seed)  # of `published` it is random
+    job = make_job(tmp_path)
+    for command in ("prepare", "train"):
+        done = job.run(command=command)
+        assert done.code == 0, done.stderr
+    assert contents(job.run_dir / "data" / "train") == contents(published.run_dir / "data" / "train")
+    _assert_same_training(job, published)
 
 
 def test_killed_at_any_moment(published, tmp_path):

@@ -120,6 +120,28 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_line(two, name, damage):
         checkpoint.read(two, 120)
 
 
+@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.PROGRESS, checkpoint.SUMS])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_best_weights_that_are_damaged_are_not_counted_on(tmp_path, name, damage):
+    """The checkpoint before that names others is used, and the last resort is one before any validation."""
+    for step, best in ((90, -1), (100, 95), (120, 110)):
+        progress = Progress(step=step, best_step=best)
+        checkpoint.save(tmp_path / checkpoint.CHECKPOINTS, make_arrays(step), progress, "key")
+        if best > 0:
+            checkpoint.save(tmp_path / checkpoint.BEST, make_arrays(best), Progress(step=best), "key")
+    found, best = checkpoint.resume_point(tmp_path, no_warning)
+    assert (found.progress.step, best.progress.step) == (120, 110)
+    lines = []
+    DAMAGE[damage](tmp_path / checkpoint.BEST / "step-00000110" / name)
+    found, best = checkpoint.resume_point(tmp_path, lines.append)
+    assert (found.progress.step, best.progress.step) == (100, 95)
+    assert_same(best.arrays, make_arrays(95))
+    assert len(lines) == 1 and "step-00000110 is damaged" in lines[0]
+    DAMAGE[damage](tmp_path / checkpoint.BEST / "step-00000095" / name)
+    found, best = checkpoint.resume_point(tmp_path, lines.append)
+    assert (found.progress.step, best) == (90, None)
+
+
 def test_every_checkpoint_damaged(two):
     for step in two.iterdir():
         DAMAGE["cut to half"](step / checkpoint.STATE)

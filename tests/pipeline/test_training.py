@@ -426,6 +426,21 @@ def test_answers_that_are_not_finite_after_an_epochs_last_step(data_file, run_di
     assert checkpoint.steps(run_dir / training.BEST) == []
 
 
+def test_damaged_checkpoints_do_not_push_out_good_ones(data_file, data_dir, tmp_path):
+    job = make_job(data_file, checkpoint_every_steps=2, keep_checkpoints=2)
+    stopped_run(job, data_dir, tmp_path, 6)
+    directory = tmp_path / training.CHECKPOINTS
+    assert checkpoint.steps(directory) == [4, 6]
+    state = directory / "step-00000006" / checkpoint.STATE
+    state.write_bytes(state.read_bytes()[:-1])
+    console = Stub(stop_at(5))
+    with pytest.raises(Interrupted):
+        training.train(job, tmp_path, KEY, console)
+    assert console.steps == [5]
+    assert checkpoint.steps(directory) == [4, 5]
+    assert last(tmp_path).progress.step == 5  # and no warning
+
+
 def test_damaged_best_weights_are_made_again(whole, run_dir):
     job, other, _ = whole
     for directory in (training.CHECKPOINTS, training.BEST):
