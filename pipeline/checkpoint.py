@@ -103,8 +103,7 @@ def save(directory, arrays, progress, key):
             np.savez(staged / STATE, **arrays)
             record = {"key": key, **dataclasses.asdict(progress)}
             (staged / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            sums = "".join(f"{sha256_file(staged / name)}  {name}\n" for name in (STATE, PROGRESS))
-            (staged / SUMS).write_text(sums, encoding="utf-8")
+            (staged / SUMS).write_text(_sums(staged), encoding="utf-8")
     except OSError as e:
         raise CheckpointError(
             f"cannot write checkpoint {target}: {e.strerror or e}. Earlier checkpoints are untouched: "
@@ -127,8 +126,7 @@ def read(directory, step):
     """
     path = Path(directory) / f"step-{step:08d}"
     try:
-        sums = (path / SUMS).read_text(encoding="utf-8")
-        if sums != "".join(f"{sha256_file(path / name)}  {name}\n" for name in (STATE, PROGRESS)):
+        if (path / SUMS).read_text(encoding="utf-8") != _sums(path):
             raise CheckpointError(f"checkpoint {path} is damaged: a file differs from its {SUMS}")
         record = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
         with np.load(path / STATE, allow_pickle=False) as state:
@@ -141,15 +139,26 @@ def read(directory, step):
         raise CheckpointError(f"checkpoint {path} is damaged: {e}") from e
 
 
+def _sums(path):
+    return "".join(_sum_line(path, name) for name in (STATE, PROGRESS))
+
+
+def _sum_line(path, name):
+    return f"{sha256_file(path / name)}  {name}\n"
+
+
 def _not_finite(arrays):
     """Returns the name of an array that holds a NaN or an infinity, None when there is none."""
     return next((name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()), None)
 
 
 def read_progress(directory, step):
-    """Returns the counters of a checkpoint without its arrays, None when its record cannot be read."""
+    """Returns the counters of a checkpoint without its arrays, None when its record is damaged."""
+    path = Path(directory) / f"step-{step:08d}"
     try:
-        record = json.loads((Path(directory) / f"step-{step:08d}" / PROGRESS).read_text(encoding="utf-8"))
+        if _sum_line(path, PROGRESS) not in (path / SUMS).read_text(encoding="utf-8"):
+            return None
+        record = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
         record.pop("key")
         return Progress(**record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -157,12 +166,12 @@ def read_progress(directory, step):
 
 
 def newest_progress(directory):
-    """Returns the counters of the newest checkpoint whose record can be read, None when there is none."""
+    """Returns the counters of the newest checkpoint whose record is whole, None when there is none."""
     return next(filter(None, (read_progress(directory, step) for step in reversed(steps(directory)))), None)
 
 
 def best_step(directory, step):
-    """Returns the step of the best weights that a checkpoint names, None when its record cannot be read."""
+    """Returns the step of the best weights that a checkpoint names, None when its record is damaged."""
     progress = read_progress(directory, step)
     return None if progress is None else progress.best_step
 

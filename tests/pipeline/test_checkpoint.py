@@ -213,7 +213,8 @@ def test_why_finished():
 
 def test_newest_progress(two, tmp_path):
     assert checkpoint.newest_progress(two) == PROGRESS
-    (two / "step-00000120" / checkpoint.PROGRESS).write_text("[]")
+    record = two / "step-00000120" / checkpoint.PROGRESS
+    record.write_text(record.read_text().replace('"epoch": 3', '"epoch": 7'))  # one flipped bit, and still JSON
     assert checkpoint.newest_progress(two) == Progress(step=100)
     assert checkpoint.newest_progress(tmp_path / "absent") is None
 
