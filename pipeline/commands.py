@@ -91,24 +91,27 @@ def _execute(stage, path, overrides, debug, fresh=False):
             raise interruptions[0]
 
     def on_dropped(dropped):
-        if not isinstance(dropped.exc_value, Interrupted):
+        # `stop` raises an interruption again; of a second signal that comes while signals are being ignored Python
+        # says that it was ignored.
+        if not interruptions or not isinstance(dropped.exc_value, (Interrupted, OSError)):
             sys.__unraisablehook__(dropped)
 
-    sys.unraisablehook = on_dropped  # it would print a traceback; `stop` raises it again
+    sys.unraisablehook = on_dropped  # it would print a traceback
     for number in _SIGNALS:
         signal.signal(number, on_signal)
     try:
-        job = Job(load_job(path, overrides), console, fresh, stop)
-        with job.at_work():
-            stage(job)
-            stop()
+        try:
+            job = Job(load_job(path, overrides), console, fresh, stop)
+            with job.at_work():
+                stage(job)
+                stop()
+        finally:
+            _ignore_signals()  # in here: what comes until they are ignored is caught below like any other
     except Exception as e:
-        _ignore_signals()
         if debug:
             traceback.print_exc()
         # What a signal raised may have been caught on its way, and reported as an error of another kind.
         sys.exit(_report(interruptions[0] if interruptions else e, console, path))
-    _ignore_signals()
 
 
 def _ignore_signals():

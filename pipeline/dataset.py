@@ -1,6 +1,7 @@
 """From labelled files to token arrays on disk: read, split, check, tokenise, report; and the reader of the result."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -81,6 +82,7 @@ def prepare(job, data_dir):
         "tokenizer_sha256": tokenizer.sha256,
         "max_length": job.model.max_length,
         "sources": {name: _describe_source(source) for name, source in sources.items()},
+        "inputs": {name: _describe_inputs(source) for name, source in sources.items()},
         "duplicates": describe_duplicates(splits, removed),
     }
     with staged_directory(data_dir) as staged:
@@ -177,6 +179,46 @@ def _encode(tokenizer, texts, max_length):
 def _describe_source(source):
     read = len(source.texts) + source.blank
     return {"files": [path for path, _ in source.files], "rows": read, "blank": source.blank}
+
+
+def _describe_inputs(source):
+    ends = [first for _, first in source.files[1:]] + [len(source.texts) + source.blank]
+    return {
+        path: {"sha256": sha256_file(path), "rows": end - first}
+        for (path, first), end in zip(source.files, ends, strict=True)
+    }
+
+
+def changed_inputs(job, report):
+    """Names the input files whose content is not the one that data was made from.
+
+    Args:
+        job: a `JobConfig`; its files may have moved, or be read in another way.
+        report: what `prepare` returned for the earlier content.
+
+    Returns:
+        One str per file: key, path, both SHA-256 (their beginnings) and numbers of rows.
+    """
+    changed = []
+    for name in SPLITS:
+        files, stored = getattr(job.data, name), report.get("inputs", {}).get(name, {})
+        current = {path: {"sha256": sha256_file(path)} for path in (find_files(files) if files else [])}
+        kept = {i["sha256"] for i in stored.values()} & {i["sha256"] for i in current.values()}
+        paths = [p for i in (stored, current) for p, content in i.items() if content["sha256"] not in kept]
+        if paths and files:
+            with contextlib.suppress(DataError):  # the rows are a courtesy; data that cannot be read has its own error
+                current = _describe_inputs(read_table(files, job.data.text_column, job.data.label_column))
+        for path in dict.fromkeys(paths):
+            old, new = _describe_content(stored.get(path)), _describe_content(current.get(path))
+            changed.append(f"data.{name}: {path}: {old} -> {new}")
+    return changed
+
+
+def _describe_content(content):
+    if content is None:
+        return "not there"
+    rows = f" ({content['rows']} rows)" if "rows" in content else ""
+    return f"sha256 {content['sha256'][:12]}{rows}"
 
 
 def _warnings(report):

@@ -41,8 +41,8 @@ def train(job, run_dir, key, console):
         CheckpointError: a checkpoint cannot be written.
         JobError: the checkpoints in `run_dir` are of another `key`.
     """
-    trainer = _Trainer(job, Path(run_dir), key, console)
     with _stop_signals() as stop:
+        trainer = _Trainer(job, Path(run_dir), key, console)
         try:
             trainer.run(stop)
             stop.check()
@@ -51,6 +51,7 @@ def train(job, run_dir, key, console):
                 f"{e} at step {trainer.done}; the state is saved in "
                 f"{trainer.run_dir / CHECKPOINTS}. Run the same command again to go on."
             ) from None
+    stop.check()  # for what came after the last look and before the handlers were put back
 
 
 def load_best(job, run_dir, key):
@@ -59,7 +60,7 @@ def load_best(job, run_dir, key):
     Raises:
         TrainingError: training of this job has not finished.
     """
-    best = checkpoint.finished_best(run_dir, key)
+    best = checkpoint.finished_best(run_dir, key, job.training)
     if best is None:
         raise TrainingError(f"{run_dir} holds no finished training of this job. Run `python -m pipeline train` first.")
     data_dir = Path(run_dir) / "data"
@@ -219,18 +220,15 @@ class _Trainer:
         bar.epoch(progress, figures)
         value = figures[metric]
         better = progress.best_step < 0 or self.job.evaluation.is_better(value, progress.best_value)
-        waited = 0 if better else progress.evaluations_without_improvement + 1
-        patience = self.job.training.patience
-        is_last = progress.epoch + 1 == self.job.training.epochs
-        self.progress = dataclasses.replace(
+        progress = dataclasses.replace(
             progress,
             epoch=progress.epoch + 1,
             batch=0,
             best_step=progress.step if better else progress.best_step,
             best_value=value if better else progress.best_value,
-            evaluations_without_improvement=waited,
-            finished="epochs" if is_last else "patience" if patience and waited >= patience else "",
+            evaluations_without_improvement=0 if better else progress.evaluations_without_improvement + 1,
         )
+        self.progress = dataclasses.replace(progress, finished=progress.why_finished(self.job.training))
         if better:
             # Before the checkpoint that names it: a kill in between repeats this epoch's end and writes it again.
             with self.clock("saving"):
@@ -266,7 +264,8 @@ class _Trainer:
 
     def _variables(self):
         # By position: names of seed generators depend on how many models the process has built.
-        return {f"{i:04d}": v for i, v in enumerate(self.train_step.variables)}
+        count = len(self.model.variables)
+        return {f"{'model' if i < count else 'optimizer'} {i:04d}": v for i, v in enumerate(self.train_step.variables)}
 
     def _save_if_due(self, is_last):
         training = self.job.training
@@ -282,7 +281,9 @@ class _Trainer:
         directory = self.run_dir / CHECKPOINTS
         with self.clock("saving"):
             checkpoint.save(directory, arrays, self.progress, self.key)
-        kept = checkpoint.steps(directory)[-self.job.training.keep_checkpoints :]
+        # Those of later steps are damaged ones that were passed over; they must not push out good ones.
+        until_now = [step for step in checkpoint.steps(directory) if step <= self.progress.step]
+        kept = until_now[-self.job.training.keep_checkpoints :]
         checkpoint.prune(directory, kept)
         # Every kept checkpoint keeps the best weights it names, in case the newer ones turn out damaged.
         checkpoint.prune(self.run_dir / BEST, {checkpoint.best_step(directory, step) for step in kept})
@@ -299,8 +300,15 @@ class _Trainer:
                 f"{self.run_dir / CHECKPOINTS} holds the training of another job or of other data. Undo the change to "
                 "go on with it, or start over with `python -m pipeline run --fresh` (the old run is kept aside)."
             )
+        if self.job.training.epochs < found.progress.epochs_begun:
+            raise JobError(
+                f"{self.run_dir / CHECKPOINTS} has begun epoch {found.progress.epochs_begun}, beyond "
+                f"training.epochs={self.job.training.epochs}. Raise it, or start over with `python -m pipeline run "
+                "--fresh` (the old run is kept aside)."
+            )
         for name, variable in self._variables().items():
             variable.assign(found.arrays[name])
-        self.progress = found.progress
+        finished = found.progress.why_finished(self.job.training)
+        self.progress = dataclasses.replace(found.progress, finished=finished)
         if not self.progress.finished:
             self.console.note(f"going on from step {self.done}")
