@@ -31,8 +31,7 @@ _NAMES = {
     "time": "anywhere, imports too",
     "compile": "from the start of training to the first step",
     "file": "at a file operation",
-    "row": "in a step or a save",
-    "end": "in a validation or the saves after it",
+    "row": "after a step: in the next one, a save or a validation",
 }
 GRACE_S = 30  # a signalled process has saved and ended by then
 
@@ -90,7 +89,8 @@ class _Trial:
             twice += before == resumed_at
             before = resumed_at
             rows = metrics_rows(self.job.run_dir)
-            lost.append(max(0, rows[-1]["step"] - self._saved_step()) if rows else 0)
+            saved = checkpoint.newest_progress(self.job.run_dir / checkpoint.CHECKPOINTS)
+            lost.append(max(0, rows[-1]["step"] - (saved.step if saved else 0)) if rows else 0)
         self._finish()
         return {
             "kills": count,
