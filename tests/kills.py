@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from pipeline import checkpoint
+from pipeline.contract import TIMINGS
 from tests.jobs import ROOT, TIMEOUT_S, Done, environment, metrics_rows
 
 STRUCK = "struck"  # beside the run directory; changed when a process is about to signal itself
@@ -213,7 +214,7 @@ def result(run_dir):
     newest = checkpoint.steps(run_dir / checkpoint.CHECKPOINTS)[-1]
     last = checkpoint.read(run_dir / checkpoint.CHECKPOINTS, newest)
     best = checkpoint.read(run_dir / checkpoint.BEST, last.progress.best_step)
-    rows = [{k: v for k, v in row.items() if not k.endswith("_s")} for row in metrics_rows(run_dir)]
+    rows = [{k: v for k, v in row.items() if k not in TIMINGS} for row in metrics_rows(run_dir)]
     return {
         # The digits of the times are part of the record's length.
         "progress": dataclasses.replace(last.progress, metrics_bytes=0),
