@@ -4,7 +4,6 @@ import math
 
 import keras
 import tensorflow as tf
-from keras import ops
 
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers import MaskedMeanPooling, PreNormEncoderLayer, SinusoidalPosition
@@ -76,7 +75,7 @@ class EncoderClassifier(keras.Model):
             embeddings_initializer=keras.initializers.RandomNormal(
                 stddev=d_model**-0.5, seed=derive_seed(seed, "embedding")
             ),
-            dtype=policy,
+            dtype="float32",
             name="embedding",
         )
         self.position = SinusoidalPosition(max_length, dtype=policy, name="position")
@@ -116,7 +115,7 @@ class EncoderClassifier(keras.Model):
         """
         attend = padding_mask(token_ids != PAD_ID)  # [B, 1, T]
         x = self.embedding(token_ids)  # [B, T, D]
-        x = self.position(ops.cast(x, "float32") * math.sqrt(self.d_model))
+        x = self.position(x * math.sqrt(self.d_model))
         for layer in self.encoder_layers:
             x = layer(x, attend=attend, training=training)
         return x

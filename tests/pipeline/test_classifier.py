@@ -156,6 +156,7 @@ def test_logits_and_weights_are_float32_whatever_the_policy(model, dtype):
     atol = {"float32": 0.0, "mixed_float16": 0.02, "mixed_bfloat16": 0.2}[dtype]
     np.testing.assert_allclose(logits, model(token_ids), atol=atol, rtol=0)
     assert other.encode(token_ids).dtype.name == "float32"
+    np.testing.assert_array_equal(other.embedding(token_ids), model.embedding(token_ids))  # not rounded
 
 
 def initial(seed):
