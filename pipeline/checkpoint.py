@@ -84,7 +84,7 @@ def save(directory, arrays, progress, key):
 
     Args:
         directory: the folder of all checkpoints.
-        arrays: name -> array, the whole state.
+        arrays: name -> array or variable, the whole state; variables are copied one after the other.
         progress: the counters.
         key: fingerprint of what this run trains on and how; training goes on from no other.
 
@@ -149,7 +149,11 @@ def _sum_line(path, name):
 
 def _not_finite(arrays):
     """Returns the name of an array that holds a NaN or an infinity, None when there is none."""
-    return next((name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()), None)
+    for name, array in arrays.items():
+        array = np.asarray(array)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            return name
+    return None
 
 
 def read_progress(directory, step):

@@ -129,6 +129,9 @@ class _Trainer:
         if self.progress.finished:
             return
         self.record = Record(self.run_dir, self.progress.metrics_bytes, self.console.warn)
+        # The longest validation batch, now: what does not fit shows before an epoch is spent.
+        plan = sequential_plan(self.validation_split.lengths, self.job.training.batch_tokens)
+        self.predict(self.validation_split.token_ids(plan[0]))
         with self.record, self.epochs, self.console.training() as bar:
             while not self.progress.finished:
                 try:
@@ -211,29 +214,33 @@ class _Trainer:
 
     def _end_epoch(self, stop, bar):
         progress, metric = self.progress, self.job.evaluation.metric
-        with self.clock("validating"), self.train_step.evaluated_weights():
-            figures = self._validate(stop)
-            weights = {f"{i:04d} {v.path}": v.numpy() for i, v in enumerate(self.model.weights)}
+        with self.train_step.evaluated_weights():
+            with self.clock("validating"):
+                figures = self._validate(stop)
+            better = progress.best_step < 0 or self.job.evaluation.is_better(figures[metric], progress.best_value)
+            self.progress = self._after_epoch(figures[metric] if better else None)
+            if better:
+                # Before the checkpoint that names it: a kill in between repeats this epoch's end and writes it again.
+                with self.clock("saving"):
+                    weights = {f"{i:04d} {v.path}": v.value for i, v in enumerate(self.model.weights)}
+                    checkpoint.save(self.run_dir / BEST, weights, self.progress, self.key)
         seconds = self.clock.lap("epoch")
         times = {f"{activity}_s": seconds[activity] for activity in ("training", "waiting", "validating", "saving")}
         self.record.add({"kind": "validation", "step": progress.step, "epoch": progress.epoch, **figures, **times})
         bar.epoch(progress, figures)
-        value = figures[metric]
-        better = progress.best_step < 0 or self.job.evaluation.is_better(value, progress.best_value)
-        progress = dataclasses.replace(
-            progress,
-            epoch=progress.epoch + 1,
-            batch=0,
-            best_step=progress.step if better else progress.best_step,
-            best_value=value if better else progress.best_value,
-            evaluations_without_improvement=0 if better else progress.evaluations_without_improvement + 1,
-        )
-        self.progress = dataclasses.replace(progress, finished=progress.why_finished(self.job.training))
-        if better:
-            # Before the checkpoint that names it: a kill in between repeats this epoch's end and writes it again.
-            with self.clock("saving"):
-                checkpoint.save(self.run_dir / BEST, weights, self.progress, self.key)
         self._save()
+
+    def _after_epoch(self, new_best):
+        """Returns the progress after this epoch's validation, whose value is the best so far, or None."""
+        progress = dataclasses.replace(self.progress, epoch=self.progress.epoch + 1, batch=0)
+        if new_best is None:
+            waited = progress.evaluations_without_improvement + 1
+            progress = dataclasses.replace(progress, evaluations_without_improvement=waited)
+        else:
+            progress = dataclasses.replace(
+                progress, best_step=progress.step, best_value=new_best, evaluations_without_improvement=0
+            )
+        return dataclasses.replace(progress, finished=progress.why_finished(self.job.training))
 
     def _validate(self, stop):
         plan = sequential_plan(self.validation_split.lengths, self.job.training.batch_tokens)
@@ -248,9 +255,7 @@ class _Trainer:
         return {name: figures[name] for name in ("loss", "accuracy", "macro_f1", "calibration_error")}
 
     def _require_finite(self, loss, gradient_norm, rows):
-        # In float16 an overflowing gradient is the loss scale's business: the step is skipped and the scale shrinks.
-        scaled = self.job.training.precision == "mixed_float16"
-        if math.isfinite(loss) and (scaled or math.isfinite(gradient_norm)):
+        if math.isfinite(loss) and (math.isfinite(gradient_norm) or self.train_step.is_skipped(gradient_norm)):
             return
         numbers = self.train_split.rows[rows]
         shown = ", ".join(map(str, numbers[:20])) + (", ..." if len(numbers) > 20 else "")
@@ -277,10 +282,9 @@ class _Trainer:
     def _save(self):
         self.record.sync()
         self.progress = dataclasses.replace(self.progress, metrics_bytes=self.record.num_bytes)
-        arrays = {name: v.numpy() for name, v in self._variables().items()}
         directory = self.run_dir / CHECKPOINTS
         with self.clock("saving"):
-            checkpoint.save(directory, arrays, self.progress, self.key)
+            checkpoint.save(directory, self._variables(), self.progress, self.key)
         # Those of later steps are damaged ones that were passed over; they must not push out good ones.
         until_now = [step for step in checkpoint.steps(directory) if step <= self.progress.step]
         kept = until_now[-self.job.training.keep_checkpoints :]
