@@ -1,4 +1,4 @@
-"""Command line: `python -m pipeline run|prepare|train|evaluate|export|publish JOB.toml [--set section.key=value]`."""
+"""Command line: `python -m pipeline run|check|prepare|train|evaluate|export|publish JOB.toml [--set …]`."""
 
 import os
 import signal

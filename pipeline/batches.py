@@ -3,15 +3,17 @@
 import numpy as np
 
 from pipeline.contract import PAD_ID
+from pipeline.dataset import padded_length
 from pipeline.seeds import derive_seed
 
-_POOL_BATCHES = 32
+_POOL_BATCHES = 48
+_PADDED_SHARE = 0.08  # of a batch; above, half of it is cut
 
 
 def epoch_plan(lengths, batch_tokens, seed, epoch):
     """Returns the row indices of each batch of an epoch; every row is in exactly one batch.
 
-    Rows are shuffled, sorted by length within pools of many batches, and cut so that rows * longest stays within
+    Rows are shuffled, sorted by length within pools of many batches, and cut so that rows * padded length stays within
     `batch_tokens`; then the batches are shuffled. Sorting all rows at once would pad less, but would give a row
     nearly the same batch mates in every epoch.
 
@@ -29,11 +31,12 @@ def epoch_plan(lengths, batch_tokens, seed, epoch):
         return []
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, f"batches/{epoch}")))
     order = rng.permutation(len(lengths))
-    pool = np.arange(len(lengths)) // max(1, int(_POOL_BATCHES * batch_tokens / lengths.mean()))
-    # Every other pool descends: lengths run on across the border of two pools, so no pool leaves a small batch over.
-    sign = 1 - 2 * (pool % 2)
-    order = order[np.lexsort((sign * lengths[order], pool))]
-    batches = _cut(order, lengths, batch_tokens)
+    pools = max(1, round(lengths.sum() / (_POOL_BATCHES * batch_tokens)))
+    batches, left = [], order[:0]
+    for pool in np.array_split(order, pools):
+        cut, left = _cut(np.concatenate([left, pool]), lengths, batch_tokens)
+        batches += cut
+    batches += [left] if len(left) else []
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
@@ -43,7 +46,8 @@ def sequential_plan(lengths, batch_tokens):
     The first batch needs the most memory, so that a limit shows at once. Arguments as in `epoch_plan`.
     """
     lengths = np.maximum(np.asarray(lengths, np.int64), 1)
-    return _cut(np.argsort(-lengths, kind="stable"), lengths, batch_tokens)
+    batches, left = _cut(np.arange(len(lengths)), lengths, batch_tokens)
+    return batches + ([left] if len(left) else [])
 
 
 def drop_tokens(token_ids, rows, rate, mask_id, seed, epoch):
@@ -77,14 +81,24 @@ def _hash(counters):
     return z ^ (z >> np.uint64(31))
 
 
-def _cut(order, lengths, batch_tokens):
-    """Cuts `order` into the longest runs whose rows * longest row is at most `batch_tokens`."""
-    lengths = lengths[order]
-    batches, start = [], 0
-    while start < len(order):
-        window = lengths[start : start + max(1, batch_tokens // lengths[start])]
-        padded = np.maximum.accumulate(window) * np.arange(1, len(window) + 1)
-        rows = max(1, int(np.searchsorted(padded, batch_tokens, side="right")))
-        batches.append(order[start : start + rows])
-        start += rows
-    return batches
+def _cut(rows, lengths, batch_tokens):
+    """Cuts `rows`, longest first, into batches of rows * padded length <= `batch_tokens`.
+
+    A padded length has one number of rows, or half of it where the rows differ much in length. oneDNN keeps code for
+    every shape that it meets: some fifty shapes, instead of hundreds, keep the memory of a training flat.
+
+    Returns:
+        (list of batches, the rows that are too few for another one).
+    """
+    rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    batches = []
+    while len(rows):
+        padded = padded_length(lengths[rows[0]])
+        count = max(1, batch_tokens // padded)
+        if count > len(rows):
+            break
+        if count > 1 and lengths[rows[:count]].mean() < (1.0 - _PADDED_SHARE) * padded:
+            count //= 2
+        batches.append(rows[:count])
+        rows = rows[count:]
+    return batches, rows

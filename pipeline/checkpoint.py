@@ -54,6 +54,23 @@ class Progress:
     finished: str = ""
     replicas: int = 1
 
+    @property
+    def epochs_begun(self):
+        """Epochs of which at least one batch is trained."""
+        return self.epoch + (self.batch > 0)
+
+    def why_finished(self, training):
+        """Returns why a `[training]` section ends here: "epochs", "patience", or "" while training goes on.
+
+        Judged anew by the job at hand, since more epochs or another patience may come while a run waits.
+        """
+        if self.batch:  # training ends only where an epoch does
+            return ""
+        if self.epoch >= training.epochs:
+            return "epochs"
+        waited = self.evaluations_without_improvement
+        return "patience" if training.patience and waited >= training.patience else ""
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
@@ -69,27 +86,26 @@ def save(directory, arrays, progress, key):
 
     Args:
         directory: the folder of all checkpoints.
-        arrays: name -> array, the whole state.
+        arrays: name -> array or variable, the whole state; variables are copied one after the other.
         progress: the counters.
         key: fingerprint of what this run trains on and how; training goes on from no other.
 
     Raises:
         CheckpointError: a value is not finite, or the disk refuses; nothing half-written stays.
     """
-    for name, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise CheckpointError(
-                f"step {progress.step}: {name} holds a value that is not finite; nothing was saved. "
-                "Lower training.learning_rate, or use another training.precision."
-            )
+    name = _not_finite(arrays)
+    if name is not None:
+        raise CheckpointError(
+            f"step {progress.step}: {name} holds a value that is not finite; nothing was saved. "
+            "Lower training.learning_rate, or use another training.precision."
+        )
     target = Path(directory) / f"step-{progress.step:08d}"
     try:
         with staged_directory(target) as staged:
             np.savez(staged / STATE, **arrays)
             record = {"key": key, **dataclasses.asdict(progress)}
             (staged / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            sums = "".join(f"{sha256_file(staged / name)}  {name}\n" for name in (STATE, PROGRESS))
-            (staged / SUMS).write_text(sums, encoding="utf-8")
+            (staged / SUMS).write_text(_sums(staged), encoding="utf-8")
     except OSError as e:
         raise CheckpointError(
             f"cannot write checkpoint {target}: {e.strerror or e}. Earlier checkpoints are untouched: "
@@ -112,24 +128,58 @@ def read(directory, step):
     """
     path = Path(directory) / f"step-{step:08d}"
     try:
-        sums = (path / SUMS).read_text(encoding="utf-8")
-        if sums != "".join(f"{sha256_file(path / name)}  {name}\n" for name in (STATE, PROGRESS)):
+        if (path / SUMS).read_text(encoding="utf-8") != _sums(path):
             raise CheckpointError(f"checkpoint {path} is damaged: a file differs from its {SUMS}")
         record = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
         with np.load(path / STATE, allow_pickle=False) as state:
             arrays = {name: state[name] for name in state.files}
+        name = _not_finite(arrays)
+        if name is not None:
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} holds a value that is not finite")
         return Checkpoint(arrays, key=record.pop("key"), progress=Progress(**record))
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as e:
         raise CheckpointError(f"checkpoint {path} is damaged: {e}") from e
 
 
-def best_step(directory, step):
-    """Returns the step of the best weights that a checkpoint names, None when its record cannot be read."""
+def _sums(path):
+    return "".join(_sum_line(path, name) for name in (STATE, PROGRESS))
+
+
+def _sum_line(path, name):
+    return f"{sha256_file(path / name)}  {name}\n"
+
+
+def _not_finite(arrays):
+    """Returns the name of an array that holds a NaN or an infinity, None when there is none."""
+    for name, array in arrays.items():
+        array = np.asarray(array)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            return name
+    return None
+
+
+def read_progress(directory, step):
+    """Returns the counters of a checkpoint without its arrays, None when its record is damaged."""
+    path = Path(directory) / f"step-{step:08d}"
     try:
-        record = json.loads((Path(directory) / f"step-{step:08d}" / PROGRESS).read_text(encoding="utf-8"))
-        return record["best_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        if _sum_line(path, PROGRESS) not in (path / SUMS).read_text(encoding="utf-8"):
+            return None
+        record = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
+        record.pop("key")
+        return Progress(**record)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def newest_progress(directory):
+    """Returns the counters of the newest checkpoint whose record is whole, None when there is none."""
+    return next(filter(None, (read_progress(directory, step) for step in reversed(steps(directory)))), None)
+
+
+def best_step(directory, step):
+    """Returns the step of the best weights that a checkpoint names, None when its record is damaged."""
+    progress = read_progress(directory, step)
+    return None if progress is None else progress.best_step
 
 
 def newest_first(directory, warn):
@@ -171,10 +221,16 @@ def resume_point(run_dir, warn):
     return None, None
 
 
-def finished_best(run_dir, key):
-    """Returns the best weights of the finished training of `key` as a `Checkpoint`, or None when there are none."""
+def finished_best(run_dir, key, training):
+    """Returns the best weights of the training of `key` as a `Checkpoint`, None unless it has finished.
+
+    Args:
+        run_dir: the run directory.
+        key: fingerprint of what is trained on and how.
+        training: the job's `[training]` section, which says when training ends.
+    """
     last, best = resume_point(run_dir, warn=lambda line: None)
-    return best if last is not None and last.key == key and last.progress.finished else None
+    return best if last is not None and last.key == key and last.progress.why_finished(training) else None
 
 
 def prune(directory, keep):

@@ -4,7 +4,6 @@ import math
 
 import keras
 import tensorflow as tf
-from keras import ops
 
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers import MaskedMeanPooling, PreNormEncoderLayer, SinusoidalPosition
@@ -35,8 +34,8 @@ class EncoderClassifier(keras.Model):
         head_dropout: share of the pooled vector dropped before the last layer.
         max_length: longest text, in tokens.
         seed: integer seed of initial values and dropout, or None for a random one.
-        dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Position table, masked softmax, LayerNorm,
-            pooling and logits are float32 whatever it is.
+        dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Under a mixed policy the matrix products of the
+            encoder are in half precision, everything else is float32.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class EncoderClassifier(keras.Model):
             embeddings_initializer=keras.initializers.RandomNormal(
                 stddev=d_model**-0.5, seed=derive_seed(seed, "embedding")
             ),
-            dtype=policy,
+            dtype="float32",
             name="embedding",
         )
         self.position = SinusoidalPosition(max_length, dtype=policy, name="position")
@@ -112,11 +111,11 @@ class EncoderClassifier(keras.Model):
             training: True applies dropout.
 
         Returns:
-            float [B, T, D] in the compute dtype; what stands at padded positions has no meaning.
+            float32 [B, T, D]; what stands at padded positions has no meaning.
         """
         attend = padding_mask(token_ids != PAD_ID)  # [B, 1, T]
         x = self.embedding(token_ids)  # [B, T, D]
-        x = self.position(ops.cast(x, "float32") * math.sqrt(self.d_model))
+        x = self.position(x * math.sqrt(self.d_model))
         for layer in self.encoder_layers:
             x = layer(x, attend=attend, training=training)
         return x

@@ -37,6 +37,12 @@ def run(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = 
 
 
 @app.command()
+def check(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+    """Shows in about a minute whether the job can learn; a run that is there stays as it was."""
+    _execute(Job.check, job, set, debug)
+
+
+@app.command()
 def prepare(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
     """Reads, checks and splits the data, trains the tokenizer, writes token arrays."""
     _execute(Job.prepare, job, set, debug, fresh)
@@ -85,24 +91,27 @@ def _execute(stage, path, overrides, debug, fresh=False):
             raise interruptions[0]
 
     def on_dropped(dropped):
-        if not isinstance(dropped.exc_value, Interrupted):
+        # `stop` raises an interruption again; of a second signal that comes while signals are being ignored Python
+        # says that it was ignored.
+        if not interruptions or not isinstance(dropped.exc_value, (Interrupted, OSError)):
             sys.__unraisablehook__(dropped)
 
-    sys.unraisablehook = on_dropped  # it would print a traceback; `stop` raises it again
+    sys.unraisablehook = on_dropped  # it would print a traceback
     for number in _SIGNALS:
         signal.signal(number, on_signal)
     try:
-        job = Job(load_job(path, overrides), console, fresh, stop)
-        with job.at_work():
-            job.do(stage)
-            stop()
+        try:
+            job = Job(load_job(path, overrides), console, fresh, stop)
+            with job.at_work():
+                job.do(stage)
+                stop()
+        finally:
+            _ignore_signals()  # in here: what comes until they are ignored is caught below like any other
     except Exception as e:
-        _ignore_signals()
         if debug:
             traceback.print_exc()
         # What a signal raised may have been caught on its way, and reported as an error of another kind.
         sys.exit(_report(interruptions[0] if interruptions else e, console, path))
-    _ignore_signals()
 
 
 def _ignore_signals():

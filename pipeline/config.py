@@ -224,7 +224,7 @@ def load_job(path, overrides=()):
     try:
         return JobConfig.model_validate(values)
     except pydantic.ValidationError as e:
-        raise JobError(f"job file {path}: {_describe(e.errors()[0])}") from e
+        raise JobError(f"job file {path}: {_describe(e.errors())}") from e
 
 
 def fingerprint(*values):
@@ -275,8 +275,10 @@ def _is_text(keys):
     return field is not None and field.annotation is str
 
 
-def _describe(error):
-    """One plain line for one pydantic error: the key, what it must be, what was received."""
+def _describe(errors):
+    """One plain line for the first key with an error: the key, what it must be, what was received."""
+    # A key of several types has an error for each of them; the one furthest inside is about the type that was meant.
+    error = max((e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]), key=lambda e: len(e["loc"]))
     if error["type"] == "extra_forbidden":
         return f"unknown key {'.'.join(error['loc'])!r}.{_nearest(error['loc'])}"
     # Names of keys only: pydantic adds list indices and the members of a union.

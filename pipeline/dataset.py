@@ -1,6 +1,7 @@
 """From labelled files to token arrays on disk: read, split, check, tokenise, report; and the reader of the result."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -81,6 +82,7 @@ def prepare(job, data_dir):
         "tokenizer_sha256": tokenizer.sha256,
         "max_length": job.model.max_length,
         "sources": {name: _describe_source(source) for name, source in sources.items()},
+        "inputs": {name: _describe_inputs(source) for name, source in sources.items()},
         "duplicates": describe_duplicates(splits, removed),
     }
     with staged_directory(data_dir) as staged:
@@ -179,6 +181,46 @@ def _describe_source(source):
     return {"files": [path for path, _ in source.files], "rows": read, "blank": source.blank}
 
 
+def _describe_inputs(source):
+    ends = [first for _, first in source.files[1:]] + [len(source.texts) + source.blank]
+    return {
+        path: {"sha256": sha256_file(path), "rows": end - first}
+        for (path, first), end in zip(source.files, ends, strict=True)
+    }
+
+
+def changed_inputs(job, report):
+    """Names the input files whose content is not the one that data was made from.
+
+    Args:
+        job: a `JobConfig`; its files may have moved, or be read in another way.
+        report: what `prepare` returned for the earlier content.
+
+    Returns:
+        One str per file: key, path, both SHA-256 (their beginnings) and numbers of rows.
+    """
+    changed = []
+    for name in SPLITS:
+        files, stored = getattr(job.data, name), report.get("inputs", {}).get(name, {})
+        current = {path: {"sha256": sha256_file(path)} for path in (find_files(files) if files else [])}
+        kept = {i["sha256"] for i in stored.values()} & {i["sha256"] for i in current.values()}
+        paths = [p for i in (stored, current) for p, content in i.items() if content["sha256"] not in kept]
+        if paths and files:
+            with contextlib.suppress(DataError):  # the rows are a courtesy; data that cannot be read has its own error
+                current = _describe_inputs(read_table(files, job.data.text_column, job.data.label_column))
+        for path in dict.fromkeys(paths):
+            old, new = _describe_content(stored.get(path)), _describe_content(current.get(path))
+            changed.append(f"data.{name}: {path}: {old} -> {new}")
+    return changed
+
+
+def _describe_content(content):
+    if content is None:
+        return "not there"
+    rows = f" ({content['rows']} rows)" if "rows" in content else ""
+    return f"sha256 {content['sha256'][:12]}{rows}"
+
+
 def _warnings(report):
     splits, found = report["splits"], []
     few = [label for label, n in splits["train"]["labels"].items() if n < _FEW_ROWS]
@@ -241,14 +283,25 @@ class Split:
         return np.diff(self.offsets)
 
     def token_ids(self, indices):
-        """Returns int32 `[B, T]`: the rows at `indices` padded at the end; T = max(1, longest)."""
+        """Returns int32 `[B, T]`: the rows at `indices` padded at the end; T is `padded_length` of the longest of them,
+        though no more than the longest row of the split has."""
         indices = np.asarray(indices, np.int64)
         lengths = self.lengths[indices][:, None]  # [B, 1]
-        position = np.arange(max(1, lengths.max(initial=0)))  # [T]
+        most = min(padded_length(lengths.max(initial=0)), self.lengths.max(initial=0))
+        position = np.arange(max(1, most))  # [T]
         real = position < lengths  # [B, T]
         token_ids = np.full(real.shape, PAD_ID, np.int32)
         token_ids[real] = self.tokens[(self.offsets[indices][:, None] + position)[real]]
         return token_ids
+
+
+def padded_length(length):
+    """Returns the length that rows of up to `length` tokens are padded to: 16 steps between powers of two, at least 1.
+
+    So that the batches of a training have some fifty shapes, not hundreds; it costs 1 % of padding.
+    """
+    step = max(1, 1 << max(0, int(length).bit_length() - 5))
+    return max(1, -(-int(length) // step) * step)
 
 
 def load_labels(data_dir):

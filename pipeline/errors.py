@@ -51,3 +51,7 @@ class VerificationError(PipelineError):
 
 class ArtifactError(PipelineError):
     """A version directory is incomplete, damaged or of another format."""
+
+
+class CheckFailed(PipelineError):
+    """`check` found that this job cannot learn as it is."""

@@ -19,6 +19,7 @@ from pipeline.console import Console
 from pipeline.contract import Manifest, next_version, versions
 from pipeline.errors import ArtifactError, JobError, PipelineError
 from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
+from pipeline.text import Tokenizer
 
 JOB = "job.json"
 EVALUATION = "evaluation/report.json"
@@ -86,25 +87,36 @@ class Job:
             self.console.note("nothing to do: this job is done and its version is published")
         self._summary()
 
+    def check(self):
+        """Shows, before hours are spent, whether this job can learn; raises CheckFailed. A run stays as it was."""
+        with self._data_to_check() as data_dir:
+            self._prepare(data_dir)
+            self.stop()
+            self._start_tensorflow()
+            from pipeline.check import Subject, check
+
+            check(Subject.load(self.config, data_dir), self.console, self.stop)
+
     def prepare(self):
         """Makes `data/` from the input files."""
         self._open_run()
-        report = dataset.prepare(self.config, self.data_dir)
-        self.console.note(f"data: {summary.describe_rows(report)}; vocabulary {report['vocab_size']}")
-        for line in report["warnings"]:
-            self.console.warn(line)
+        self._prepare(self.data_dir)
 
     def train(self):
-        """Trains, or goes on training, until the best weights are there."""
+        """Trains, or goes on training, until the best weights are there. Raises JobError when the job has changed."""
+        changed = [*self._changed_settings(), *self._changed_data()]
+        if changed:
+            raise self._another_job(changed)
         if dataset.prepared(self.data_dir, self.data_key) is None:
             raise self._missing("data", "prepare")
-        if checkpoint.finished_best(self.run_dir, self.train_key) is not None:
+        if checkpoint.finished_best(self.run_dir, self.train_key, self.config.training) is not None:
             return
+        (self.run_dir / EVALUATION).unlink(missing_ok=True)  # of fewer epochs; its presence says that a run is finished
         self._start_tensorflow()
         from pipeline.training import train
 
         if self.cluster is not None:
-            self.cluster.call_roll(self.train_key, self.console.note)
+            self.cluster.call_roll(self.result_key, self.console.note)
             self._in_cluster = True
         train(self.config, self.run_dir, self.train_key, self.console, self.cluster)
 
@@ -163,7 +175,7 @@ class Job:
         """Trains together with the chief, on the data that it prepares; returns when there is nothing to train."""
         if not self._is_trained():
             self._start_tensorflow()  # before the roll call: afterwards the others wait for it
-            if self.cluster.call_roll(self.train_key, self.console.note, is_done=self._is_trained):
+            if self.cluster.call_roll(self.result_key, self.console.note, is_done=self._is_trained):
                 self._train_with_chief()
                 return
         self.console.note("nothing to do: training is finished")
@@ -184,7 +196,8 @@ class Job:
     def _is_trained(self):
         if self.fresh:
             return False
-        return checkpoint.finished_best(self.run_dir, self.train_key) is not None or self._published() is not None
+        best = checkpoint.finished_best(self.run_dir, self.train_key, self.config.training)
+        return best is not None or self._published() is not None
 
     def _leave_cluster(self):
         """Runs the rest of the command in a new program in this process.
@@ -203,12 +216,18 @@ class Job:
 
     @functools.cached_property
     def train_key(self):
+        """Of checkpoints: training goes on from those of an equal key only."""
         return fingerprint(self.data_key, _identity(self.config.resolved()))
+
+    @functools.cached_property
+    def result_key(self):
+        """Of the best weights: how far training goes counts too, so more epochs make another result."""
+        return fingerprint(self.train_key, self.config.training.epochs, self.config.training.patience)
 
     @functools.cached_property
     def export_key(self):
         config = self.config.resolved()
-        return fingerprint(self.train_key, config["name"], config["export"])
+        return fingerprint(self.result_key, config["name"], config["export"])
 
     # What is on disk.
 
@@ -217,18 +236,17 @@ class Job:
         self.data_key  # noqa: B018 - an input that cannot be read is found before anything is touched
         resolved, is_new = self.config.resolved(), self.fresh
         if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
-            stored = _read_record(self.run_dir / JOB)
-            changed = differences(_identity(stored), _identity(resolved)) if stored else []
-            report = _read_record(self.data_dir / dataset.REPORT, "fingerprint")
-            new_data = not changed and report is not None and report["fingerprint"] != self.data_key
-            if changed and not self.fresh and not (self.run_dir / EVALUATION).exists():
-                raise JobError(
-                    f"{self.run_dir} holds an unfinished run of another job: {'; '.join(changed)}. "
-                    "Undo the change to go on with it, or start over with --fresh (the old run is kept aside)."
-                )
-            is_new = bool(changed) or new_data or self.fresh
+            changed, new_data = self._changed_settings(), self._changed_data()
+            unfinished = not (self.run_dir / EVALUATION).exists()
+            if changed and unfinished and not self.fresh:
+                raise self._another_job([*changed, *new_data])
+            is_new = bool(changed or new_data) or self.fresh
+            if new_data and unfinished:
+                step = checkpoint.newest_progress(self.run_dir / checkpoint.CHECKPOINTS)
+                at = f" at step {step.step}" if step is not None else ""
+                self.console.note(f"a run unfinished{at} is set aside, its data has changed: {'; '.join(new_data)}")
             if is_new:
-                self._set_aside("new data" if new_data else "a changed job" if changed else "--fresh")
+                self._set_aside("a changed job" if changed else "new data" if new_data else "--fresh")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for directory in (self.run_dir, (self.run_dir / EVALUATION).parent):
             remove_staged(directory)
@@ -238,6 +256,54 @@ class Job:
             write_json(self.run_dir / JOB, resolved)
         self.fresh = False
 
+    @contextlib.contextmanager
+    def _data_to_check(self):
+        """Yields the run's `data/`, or a directory beside the run when it was trained on other data."""
+        trained = (self.run_dir / checkpoint.CHECKPOINTS).exists()
+        if not trained or dataset.prepared(self.data_dir, self.data_key) is not None:
+            yield self.data_dir
+            return
+        beside = self.run_dir.with_name(f".{self.config.name}.check")
+        shutil.rmtree(beside, ignore_errors=True)  # of a check that was killed
+        try:
+            yield beside
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+    def _changed_settings(self):
+        """Returns "key: old -> new" for every setting that keeps the run on disk from going on."""
+        stored = _read_record(self.run_dir / JOB)
+        changed = differences(_identity(stored), _identity(self.config.resolved())) if stored else []
+        progress = checkpoint.newest_progress(self.run_dir / checkpoint.CHECKPOINTS)
+        epochs = self.config.training.epochs
+        if progress is not None and epochs < progress.epochs_begun:
+            changed.append(f"training.epochs: {progress.epochs_begun} (begun) -> {epochs}")
+        report, model_file = self._data_report(), self.config.tokenizer.model_file
+        old, new = report and report.get("tokenizer_sha256"), model_file and Tokenizer.load(model_file).sha256
+        if old and new and old != new:
+            changed.append(f"tokenizer.model_file: {model_file}: sha256 {old[:12]} -> {new[:12]}")
+        return changed
+
+    def _changed_data(self):
+        """Returns one line per input file that is not what the data on disk was made from."""
+        report = self._data_report()
+        trained = (self.run_dir / checkpoint.CHECKPOINTS).exists()
+        if not trained or report is None or report["fingerprint"] == self.data_key:
+            return []
+        changed = dataset.changed_inputs(self.config, report)
+        if not changed and not self._changed_settings():  # e.g. the same files in another order
+            changed = [f"data: fingerprint {report['fingerprint'][:12]} -> {self.data_key[:12]}"]
+        return changed
+
+    def _data_report(self):
+        return _read_record(self.data_dir / dataset.REPORT, "fingerprint")
+
+    def _another_job(self, changed):
+        return JobError(
+            f"{self.run_dir} holds a run of another job: {'; '.join(changed)}. Undo the change to go on with it, or "
+            "start over with `python -m pipeline run --fresh` (the old run is kept aside)."
+        )
+
     def _set_aside(self, reason):
         aside = self.run_dir.with_name(f"{self.run_dir.name}.previous")
         shutil.rmtree(aside, ignore_errors=True)
@@ -245,8 +311,8 @@ class Job:
         self.console.note(f"starting a new run ({reason}); the one before is in {aside}")
 
     def _evaluation_report(self):
-        report = _read_record(self.run_dir / EVALUATION, "train_key", "test", "labels")
-        return report if report is not None and report["train_key"] == self.train_key else None
+        report = _read_record(self.run_dir / EVALUATION, "result_key", "test", "labels")
+        return report if report is not None and report["result_key"] == self.result_key else None
 
     def _require_evaluated(self):
         report = self._evaluation_report()
@@ -285,6 +351,12 @@ class Job:
 
     # Work of the stages.
 
+    def _prepare(self, data_dir):
+        report = dataset.prepare(self.config, data_dir)
+        self.console.note(f"data: {summary.describe_rows(report)}; vocabulary {report['vocab_size']}")
+        for line in report["warnings"]:
+            self.console.warn(line)
+
     def _step(self, line):
         self.stop()
         self.console.note(line)
@@ -295,6 +367,7 @@ class Job:
         if self.cluster is not None:  # what it logs when a worker is lost fills pages
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         start_tensorflow()
+        self.stop()  # its modules catch exceptions of any kind while they are imported
 
     def _measure(self):
         self._start_tensorflow()
@@ -305,7 +378,7 @@ class Job:
 
         model = load_best(self.config, self.run_dir, self.train_key)
         labels = dataset.load_labels(self.data_dir)
-        report = {"train_key": self.train_key, "data_fingerprint": self.data_key, "labels": labels}
+        report = {"result_key": self.result_key, "data_fingerprint": self.data_key, "labels": labels}
         for name in ("validation", "test"):
             split = dataset.Split.load(self.data_dir, name)
             plan = sequential_plan(split.lengths, self.config.training.batch_tokens)
@@ -341,10 +414,17 @@ def _read_record(path, *keys):
 
 
 def _identity(resolved):
-    """The part of a resolved job that shapes the trained weights; paths of data files aside, their content counts."""
+    """The part of a resolved job that a training state depends on: a run goes on only while it stays the same.
+
+    Paths of data files aside, their content counts. How long training goes on (`epochs`, `patience`) may change on
+    the way; it is part of `Job.result_key`.
+    """
     without_effect = {
         "data": {"train", "validation", "test"},
-        "training": {"checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps", "strategy"},
+        "training": {
+            "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
+            "strategy",
+        },
         "evaluation": {"min_value", "max_regression"},  # its metric chooses the best weights
     }
     shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}

@@ -67,6 +67,13 @@ class TrainStep:
         loss, norm = self._step(*batches[-1], total, np.float32(rate))
         return float(loss), float(norm)
 
+    def is_skipped(self, norm):
+        """True when a step of this gradient norm was no failure: the loss scale was lowered instead.
+
+        At a scale of 1 nothing is left to lower: the gradients themselves are not finite.
+        """
+        return self.loss_scale is not None and not np.isfinite(norm) and float(self.loss_scale.value) > 1.0
+
     def evaluated_weights(self):
         """A context in which the model has the weights that are evaluated and exported: the averaged ones, if any."""
         return self.average.in_place() if self.average else contextlib.nullcontext()

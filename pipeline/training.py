@@ -56,6 +56,7 @@ def train(job, run_dir, key, console, cluster=None):
                 f"{e} at step {trainer.done}; the state is saved in "
                 f"{trainer.run_dir / CHECKPOINTS}. Run the same command again to go on."
             ) from None
+    stop.check()  # for what came after the last look and before the handlers were put back
 
 
 def load_best(job, run_dir, key):
@@ -64,7 +65,7 @@ def load_best(job, run_dir, key):
     Raises:
         TrainingError: training of this job has not finished.
     """
-    best = checkpoint.finished_best(run_dir, key)
+    best = checkpoint.finished_best(run_dir, key, job.training)
     if best is None:
         raise TrainingError(f"{run_dir} holds no finished training of this job. Run `python -m pipeline train` first.")
     data_dir = Path(run_dir) / "data"
@@ -137,6 +138,10 @@ class _Trainer:
             return
         self.record = self._open_record()
         agreed = self.replicas.agreed(stop)
+        if self.replicas.is_chief:
+            # The longest validation batch, now: what does not fit shows before an epoch is spent.
+            plan = sequential_plan(self.validation_split.lengths, self.job.training.batch_tokens)
+            self.predict(self.validation_split.token_ids(plan[0]))
         with self.record, self.epochs, self.console.training() as bar:
             while not self.progress.finished:
                 try:
@@ -234,32 +239,33 @@ class _Trainer:
 
     def _end_epoch(self, stop, bar):
         progress, metric = self.progress, self.job.evaluation.metric
-        with self.clock("validating"), self.train_step.evaluated_weights():
-            figures = self._validate(stop)
-            weights = {f"{i:04d} {v.path}": v.numpy() for i, v in enumerate(self.model.weights)}
+        with self.train_step.evaluated_weights():
+            with self.clock("validating"):
+                figures = self._validate(stop)
+            better = progress.best_step < 0 or self.job.evaluation.is_better(figures[metric], progress.best_value)
+            self.progress = self._after_epoch(figures[metric] if better else None)
+            if better:
+                # Before the checkpoint that names it: a kill in between repeats this epoch's end and writes it again.
+                with self.clock("saving"):
+                    weights = {f"{i:04d} {v.path}": v.value for i, v in enumerate(self.model.weights)}
+                    checkpoint.save(self.run_dir / BEST, weights, self.progress, self.key)
         seconds = self.clock.lap("epoch")
         times = {f"{activity}_s": seconds[activity] for activity in ("training", "waiting", "validating", "saving")}
         self.record.add({"kind": "validation", "step": progress.step, "epoch": progress.epoch, **figures, **times})
         bar.epoch(progress, figures)
-        value = figures[metric]
-        better = progress.best_step < 0 or self.job.evaluation.is_better(value, progress.best_value)
-        waited = 0 if better else progress.evaluations_without_improvement + 1
-        patience = self.job.training.patience
-        is_last = progress.epoch + 1 == self.job.training.epochs
-        self.progress = dataclasses.replace(
-            progress,
-            epoch=progress.epoch + 1,
-            batch=0,
-            best_step=progress.step if better else progress.best_step,
-            best_value=value if better else progress.best_value,
-            evaluations_without_improvement=waited,
-            finished="epochs" if is_last else "patience" if patience and waited >= patience else "",
-        )
-        if better:
-            # Before the checkpoint that names it: a kill in between repeats this epoch's end and writes it again.
-            with self.clock("saving"):
-                checkpoint.save(self.run_dir / BEST, weights, self.progress, self.key)
         self._save()
+
+    def _after_epoch(self, new_best):
+        """Returns the progress after this epoch's validation, whose value is the best so far, or None."""
+        progress = dataclasses.replace(self.progress, epoch=self.progress.epoch + 1, batch=0)
+        if new_best is None:
+            waited = progress.evaluations_without_improvement + 1
+            progress = dataclasses.replace(progress, evaluations_without_improvement=waited)
+        else:
+            progress = dataclasses.replace(
+                progress, best_step=progress.step, best_value=new_best, evaluations_without_improvement=0
+            )
+        return dataclasses.replace(progress, finished=progress.why_finished(self.job.training))
 
     def _validate(self, stop):
         plan = sequential_plan(self.validation_split.lengths, self.job.training.batch_tokens)
@@ -274,9 +280,7 @@ class _Trainer:
         return {name: figures[name] for name in ("loss", "accuracy", "macro_f1", "calibration_error")}
 
     def _require_finite(self, loss, gradient_norm, rows):
-        # In float16 an overflowing gradient is the loss scale's business: the step is skipped and the scale shrinks.
-        scaled = self.job.training.precision == "mixed_float16"
-        if math.isfinite(loss) and (scaled or math.isfinite(gradient_norm)):
+        if math.isfinite(loss) and (math.isfinite(gradient_norm) or self.train_step.is_skipped(gradient_norm)):
             return
         numbers = self.train_split.rows[rows]
         shown = ", ".join(map(str, numbers[:20])) + (", ..." if len(numbers) > 20 else "")
@@ -290,7 +294,8 @@ class _Trainer:
 
     def _variables(self):
         # By position: names of seed generators depend on how many models the process has built.
-        return {f"{i:04d}": v for i, v in enumerate(self.train_step.variables)}
+        count = len(self.model.variables)
+        return {f"{'model' if i < count else 'optimizer'} {i:04d}": v for i, v in enumerate(self.train_step.variables)}
 
     def _save_if_due(self, is_last):
         training = self.job.training
@@ -304,11 +309,12 @@ class _Trainer:
             return
         self.record.sync()
         self.progress = dataclasses.replace(self.progress, metrics_bytes=self.record.num_bytes)
-        arrays = {name: v.numpy() for name, v in self._variables().items()}
         directory = self.run_dir / CHECKPOINTS
         with self.clock("saving"):
-            checkpoint.save(directory, arrays, self.progress, self.key)
-        kept = checkpoint.steps(directory)[-self.job.training.keep_checkpoints :]
+            checkpoint.save(directory, self._variables(), self.progress, self.key)
+        # Those of later steps are damaged ones that were passed over; they must not push out good ones.
+        until_now = [step for step in checkpoint.steps(directory) if step <= self.progress.step]
+        kept = until_now[-self.job.training.keep_checkpoints :]
         checkpoint.prune(directory, kept)
         # Every kept checkpoint keeps the best weights it names, in case the newer ones turn out damaged.
         checkpoint.prune(self.run_dir / BEST, {checkpoint.best_step(directory, step) for step in kept})
@@ -325,6 +331,12 @@ class _Trainer:
                 f"{self.run_dir / CHECKPOINTS} holds the training of another job or of other data. Undo the change to "
                 "go on with it, or start over with `python -m pipeline run --fresh` (the old run is kept aside)."
             )
+        if self.job.training.epochs < found.progress.epochs_begun:
+            raise JobError(
+                f"{self.run_dir / CHECKPOINTS} has begun epoch {found.progress.epochs_begun}, beyond "
+                f"training.epochs={self.job.training.epochs}. Raise it, or start over with `python -m pipeline run "
+                "--fresh` (the old run is kept aside)."
+            )
         for name, variable in self._variables().items():
             variable.assign(found.arrays[name])
         if found.progress.replicas != self.replicas.count:
@@ -332,6 +344,7 @@ class _Trainer:
                 f"training goes on with {self.replicas.count} replicas, after {found.progress.replicas}: on the same "
                 "batches, but rounded otherwise and with other dropout, so not bit for bit as without the change."
             )
-        self.progress = dataclasses.replace(found.progress, replicas=self.replicas.count)
+        finished = found.progress.why_finished(self.job.training)
+        self.progress = dataclasses.replace(found.progress, finished=finished, replicas=self.replicas.count)
         if not self.progress.finished:
             self.console.note(f"going on from step {self.done}")

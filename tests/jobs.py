@@ -187,7 +187,8 @@ class Done:
         return self.stderr.splitlines()[-1]
 
 
-def _environment():
+def environment():
+    """Returns the environment of the processes that tests start."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
@@ -197,7 +198,7 @@ def start_pipeline(*arguments, python=(), cwd=ROOT):
     command = [sys.executable, *python, "-m", "pipeline", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=cwd, env=_environment(), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        command, cwd=cwd, env=environment(), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
 
 
@@ -222,14 +223,14 @@ def run_script(path, *arguments, timeout_s=TIMEOUT_S):
     """Runs a Python file with the repository on its path and returns `Done`."""
     started = time.monotonic()
     command = [sys.executable, str(path), *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 
 def run_python(script, *arguments, timeout_s=TIMEOUT_S):
     """Runs a script in a fresh Python with the repository on its path; returns what it printed, as JSON."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,13 +1,19 @@
 """Signals and kills at any moment: nothing half-written is left, and running the job again goes on."""
 
+import itertools
+import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 
+from pipeline import checkpoint
 from pipeline.contract import Manifest
 from tests.jobs import (
+    contents,
     copy_trained,
     finish,
     kill_when,
@@ -16,9 +22,9 @@ from tests.jobs import (
     published_job,
     run_pipeline,
     run_script,
-    training_result,
     wait_until,
 )
+from tests.kills import Forks, Moment, differing, result, run_process, where_it_stands
 
 pytestmark = pytest.mark.slow
 
@@ -30,19 +36,114 @@ def published(tmp_path_factory):
     return published_job(tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with Forks(tmp_path_factory.mktemp("forks")) as forks:
+        yield forks
+
+
 def _assert_same_training(job, other):
-    weights, rows = training_result(job.run_dir)
-    expected_weights, expected_rows = training_result(other.run_dir)
-    assert rows == expected_rows
-    assert {name: w.tobytes() for name, w in weights.items()} == {
-        name: w.tobytes() for name, w in expected_weights.items()
-    }
+    assert differing(result(job.run_dir), result(other.run_dir)) == []
 
 
 def _assert_published_once(job):
     assert job.versions == ["1"]
     Manifest.read(job.model_dir / "1").check_files(job.model_dir / "1")
     assert job.leftovers() == []
+
+
+def test_a_dozen_kills_in_one_training(published, forks, tmp_path):
+    """SIGKILL at seeded random moments: in file operations of a save, in steps, in compilations, at epochs' ends."""
+    expected = result(published.run_dir)
+    epoch_ends = [row["step"] for row in expected["metrics.jsonl"] if row["kind"] == "validation"]
+    job = make_job(tmp_path)
+    assert job.run(command="prepare").code == 0
+    rng = random.Random(11)
+    hits, resumed_at = [], []
+    for end in epoch_ends:
+        for kind in [*rng.sample(["file", "compile", "step"], 2), "end", "file"]:
+            saved = checkpoint.newest_progress(job.run_dir / "checkpoints")
+            resumed_at.append(saved.step if saved else 0)
+            moment = {
+                "file": Moment("file", rng.randint(1, 25)),
+                "compile": Moment("compile", delay_s=rng.uniform(0, 0.5)),
+                "step": Moment("row", resumed_at[-1] + rng.randint(1, 3), rng.uniform(0, 0.002)),
+                "end": Moment("row", end, rng.uniform(0, 0.01)),
+            }[kind]
+            interval = f"training.checkpoint_every_steps={rng.choice([3, 5, 8])}"
+            done = forks.run(job, moment, "--set", interval)
+            assert done.code in (-signal.SIGKILL, 0), done.stderr
+            if done.code:
+                hits.append(where_it_stands(job.run_dir, epoch_ends))
+    assert forks.run(job, None).code == 0
+    assert differing(result(job.run_dir), expected) == []
+    steps = [row["step"] for row in metrics_rows(job.run_dir) if row["kind"] == "train"]
+    assert steps == list(range(1, epoch_ends[-1] + 1))  # none twice, none left out
+    assert job.leftovers() == []
+    # And it was as hard as it should be.
+    assert len(hits) >= 10
+    assert len([hit for hit in hits if "save" in hit]) >= 2
+    assert any(a == b > 0 for a, b in itertools.pairwise(resumed_at)), "never twice between two checkpoints"
+
+
+_WITH_A_LIMIT = """
+import resource, sys
+from pipeline import commands
+resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
+sys.argv = ["pipeline", "train", sys.argv[1]]
+commands.main()
+"""
+
+
+@pytest.mark.parametrize("limit", ["size of the disk", "size of a file"])
+def test_no_room_for_a_checkpoint(published, forks, tmp_path, limit, request):
+    """A clear error, nothing half-written, and the run goes on to the same result once there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if limit == "size of the disk":
+        resize = request.getfixturevalue("mounted")(disk)
+    job = copy_trained(published, disk / "job")
+    shutil.rmtree(max((job.run_dir / "checkpoints").iterdir()))
+    before = contents(job.run_dir / "checkpoints")
+    if limit == "size of the disk":
+        resize(shutil.disk_usage(disk).used + (80 << 10))  # less than a checkpoint has
+        done = forks.run(job, None)
+        resize(64 << 20)
+    else:
+        script = tmp_path / "limited.py"
+        script.write_text(_WITH_A_LIMIT)
+        done = run_script(script, job.file)
+    assert done.code == 1, done.stderr
+    assert done.last_line.startswith(f"error: cannot write checkpoint {job.run_dir}")
+    assert {"size of the disk": "No space left", "size of a file": "File too large"}[limit] in done.last_line
+    assert "make room on the disk and run again" in done.last_line
+    assert contents(job.run_dir / "checkpoints") == before
+    assert job.leftovers() == []
+
+    done = forks.run(job, None)
+    assert done.code == 0, done.stderr
+    assert "going on from step 42 of 45" in done.stderr
+    _assert_same_training(job, published)
+
+
+@pytest.fixture
+def mounted():
+    """Mounts a file system on a directory; the returned function sets its size."""
+    if os.geteuid() or shutil.which("mount") is None:
+        pytest.skip("needs root and mount, to fill a real file system")
+    on = []
+
+    def mount(directory):
+        command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", directory]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a file system here: {done.stderr.strip()}")
+        on.append(directory)
+        return lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", directory], check=True)
+
+    yield mount
+    for directory in on:
+        subprocess.run(["umount", directory], check=True)
 
 
 def test_signals_while_training_save_and_a_later_run_goes_on(published, tmp_path):
@@ -79,6 +180,52 @@ def test_signals_while_training_save_and_a_later_run_goes_on(published, tmp_path
     assert done.code == 0, done.stderr
     assert "going on from step" in done.stderr
     _assert_same_training(job, published)
+
+
+def test_signals_at_any_moment_of_a_training(published, forks, tmp_path):
+    """One or several, while TensorFlow is imported, in compilations, saves, steps and validations."""
+    job = make_job(tmp_path)
+    assert job.run(command="prepare").code == 0
+    term, interrupt = signal.SIGTERM, signal.SIGINT
+    rng = random.Random(5)
+    moments = [
+        (run_process, Moment("time", 0, rng.uniform(0.8, 2.0), (interrupt,))),
+        (forks.run, Moment("compile", 0, rng.uniform(0, 0.5), (term, interrupt, term), 0.01)),
+        (forks.run, Moment("file", rng.randint(5, 25), signals=(interrupt, interrupt))),
+        (forks.run, Moment("row", 15, rng.uniform(0, 0.01), (term,))),
+        (forks.run, Moment("row", 18, rng.uniform(0, 0.002), (interrupt, term), 0.001)),
+    ]
+    for run, moment in moments:
+        done = run(job, moment)
+        assert done.code == INTERRUPTED, (moment, done.stderr)
+        assert done.last_line.startswith("error: stopped by SIG"), done.stderr
+        assert "Exception ignored" not in done.stderr
+        assert done.stderr.count("error: ") == 1
+        assert job.leftovers() == []
+    assert forks.run(job, None).code == 0
+    _assert_same_training(job, published)
+
+
+def test_signal_between_the_end_of_a_stage_and_the_end_of_the_command(tmp_path):
+    """Wherever it lands, it is one line and 75: here while the lock is released, and while another error is shown."""
+    job = make_job(tmp_path)
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import contextlib, os, signal, sys\n"
+        "from pipeline import commands\n"
+        "ignore = commands._ignore_signals\n"
+        "def late():\n"
+        "    commands._ignore_signals = ignore\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    ignore()\n"
+        "commands._ignore_signals = late\n"
+        "sys.argv = ['pipeline', 'prepare', *sys.argv[1:]]\n"
+        "commands.main()\n"
+    )
+    for options in ([], ["--set", "data.text_column=absent"]):
+        done = run_script(script, job.file, *options)
+        assert done.code == INTERRUPTED
+        assert done.last_line.startswith("error: stopped by SIGTERM")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -160,6 +307,16 @@ def test_signal_lost_in_a_callback_stops_the_job_at_the_next_step(tmp_path):
     assert done.last_line.startswith("error: stopped by SIGTERM")
     assert (job.run_dir / "data").is_dir()
     assert not (job.run_dir / "checkpoints").exists()
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_pythonhashseed(published, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "1")  # of `published` it is random
+    job = make_job(tmp_path)
+    for command in ("prepare", "train"):
+        done = job.run(command=command)
+        assert done.code == 0, done.stderr
+    assert contents(job.run_dir / "data" / "train") == contents(published.run_dir / "data" / "train")
+    _assert_same_training(job, published)
 
 
 def test_killed_at_any_moment(published, tmp_path):

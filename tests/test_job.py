@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from pipeline.contract import MANIFEST, Manifest, list_files
+from pipeline.contract import MANIFEST, Manifest, list_files, sha256_file
 from pipeline.text import Tokenizer
 from tests.jobs import (
     LABELS,
@@ -110,9 +110,16 @@ def test_metrics_rows(published):
     train = [row for row in rows if row["kind"] == "train"]
     expected = {
         "kind", "step", "epoch", "loss", "learning_rate", "gradient_norm", "padded_share", "real_tokens_per_s",
+        "waiting_share",
     }  # fmt: skip
     assert all(expected <= set(row) for row in train)
-    assert [row["epoch"] for row in rows if row["kind"] == "validation"] == [0, 1, 2]
+    validations = [row for row in rows if row["kind"] == "validation"]
+    assert [row["epoch"] for row in validations] == [0, 1, 2]
+    expected = {
+        "kind", "step", "epoch", "loss", "accuracy", "macro_f1", "calibration_error",
+        "training_s", "waiting_s", "validating_s", "saving_s",
+    }  # fmt: skip
+    assert all(expected <= set(row) for row in validations)
     assert all(0 <= row["padded_share"] < 1 for row in train)
 
 
@@ -349,6 +356,100 @@ def test_changed_job_is_refused_while_its_run_is_unfinished(published, tmp_path)
     previous = job.run_dir.parent / "tiny.previous"
     assert contents(previous) == before
     assert not (job.run_dir / "checkpoints").exists()
+
+
+def test_every_change_that_matters_is_named_with_both_values(published, tmp_path):
+    job = copy_trained(published, tmp_path)
+    before = contents(job.run_dir)
+    changes = {
+        "seed": (3, 4),
+        "data.label_column": ("'label'", "'text'"),
+        "data.text_column": ("'text'", "'label'"),
+        "tokenizer.vocab_size": (340, 350),
+        "model.d_model": (16, 32),
+        "training.batch_tokens": (256, 512),
+        "training.clip_norm": (1.0, 2.0),
+        "training.epochs": ("3 (begun)", 2),
+        "training.learning_rate": (0.01, 0.02),
+        "training.precision": ("'float32'", "'mixed_bfloat16'"),
+        "training.weight_decay": (0.01, 0.1),
+        "evaluation.metric": ("'accuracy'", "'loss'"),
+    }
+    options = [option for key, (_, new) in changes.items() for option in ("--set", f"{key}={new}")]
+    for command in ("run", "train"):
+        done = job.run(*options, command=command)
+        assert done.code == 2
+        for key, (old, new) in changes.items():
+            assert f"{key}: {old} -> {new}" in done.error
+        assert "start over with `python -m pipeline run --fresh` (the old run is kept aside)" in done.error
+        assert contents(job.run_dir) == before
+
+
+def test_changed_data_is_refused_on_resume_and_a_new_run_of_the_scheduled_job(published, tmp_path):
+    job = copy_trained(published, tmp_path, keep=["checkpoints", "best", "metrics.jsonl"])
+    assert job.run(command="prepare").code == 0
+    before, old = contents(job.run_dir), sha256_file(job.data_file)
+    rows = make_rows()
+    write_csv(job.data_file, [(rows[0][0], "good"), *rows[1:], ("one more", "bad")])
+    new = sha256_file(job.data_file)
+    line = f"data.train: {job.data_file}: sha256 {old[:12]} (360 rows) -> sha256 {new[:12]} (361 rows)"
+    done = job.run(command="train")
+    assert done.code == 2
+    assert line in done.error
+    assert "--fresh" in done.error
+    assert contents(job.run_dir) == before
+
+    done = job.run(command="prepare")  # as `run` begins
+    assert done.code == 0, done.stderr
+    assert f"a run unfinished at step 45 is set aside, its data has changed: {line}\n" in done.stderr
+    assert "starting a new run (new data)" in done.stderr
+    assert contents(job.run_dir.parent / "tiny.previous") == before
+    assert not (job.run_dir / "checkpoints").exists()
+
+
+def test_moved_data_is_the_same_data_and_more_files_are_named(published, tmp_path):
+    job = copy_trained(published, tmp_path)
+    moved, added = tmp_path / "moved.csv", tmp_path / "more.csv"
+    job.data_file.rename(moved)
+    assert job.run("--set", f"data.train={moved}", command="train").code == 0
+    write_csv(added, make_rows(7))
+    done = job.run("--set", f"data.train={json.dumps([str(moved), str(added)])}", command="train")
+    assert done.code == 2
+    assert f": data.train: {added}: not there -> sha256 {sha256_file(added)[:12]} (7 rows). Undo" in done.error
+
+
+def test_another_tokenizer_model_is_refused(published, tmp_path):
+    model_file = tmp_path / "own.model"
+    shutil.copy(published.run_dir / "data" / "tokenizer.model", model_file)
+    job = make_job(tmp_path, tokenizer={"model_file": str(model_file)})
+    assert job.run(command="prepare").code == 0
+    shutil.copytree(published.run_dir / "checkpoints", job.run_dir / "checkpoints")
+    old = sha256_file(model_file)
+    other = make_job(tmp_path / "other", make_rows(200), tokenizer={"vocab_size": 320})
+    assert other.run(command="prepare").code == 0
+    shutil.copy(other.run_dir / "data" / "tokenizer.model", model_file)
+    for command in ("run", "train"):
+        done = job.run(command=command)
+        assert done.code == 2
+        sums = f"sha256 {old[:12]} -> {sha256_file(model_file)[:12]}"
+        assert f"tokenizer.model_file: {model_file}: {sums}" in done.error
+
+
+def test_more_epochs_go_on_from_a_published_job_and_make_the_next_version(published, tmp_path):
+    job = copy_trained(published, tmp_path, keep=_WHOLE)
+    shutil.copytree(published.model_dir, job.model_dir)
+    more = ("--set", "training.epochs=4", "--set", "evaluation.max_regression=1.0")
+    done = job.run(*more, command="train")
+    assert done.code == 0, done.stderr
+    assert "going on from step 45 of 60" in done.stderr
+    assert not (job.run_dir / "evaluation" / "report.json").exists()  # it was of the weights before
+    done = job.run(*more)
+    assert done.code == 0, done.stderr
+    assert job.versions == ["1", "2"]
+    assert Manifest.read(job.model_dir / "2").job["training"]["epochs"] == 4
+    assert not (job.run_dir.parent / "tiny.previous").exists()
+    assert "nothing to do" in job.run(*more).stderr
+    assert job.versions == ["1", "2"]
 
 
 def test_unknown_stage_of_the_command_line_leaves_no_trace(tmp_path):

@@ -52,8 +52,8 @@ def attention_scores(query, key):
 class ScaledDotProductAttention(keras.layers.Layer):
     """softmax(Q K^T / sqrt(H)) V over the keys that may be attended to.
 
-    The softmax is computed in float32 whatever the policy. A query that may attend to no key gets an exactly
-    zero context, and zero weights.
+    Softmax and dropout are computed in float32 whatever the policy, the two products in its compute dtype. A query
+    that may attend to no key gets an exactly zero context, and zero weights.
 
     Args:
         dropout: share of attention weights dropped in training, in [0, 1).

@@ -27,5 +27,7 @@ class Dense(keras.layers.Dense):
     def call(self, x, training=None):
         """Maps float [..., D] to float [..., units]."""
         rows = tf.reshape(x, [-1, x.shape[-1]])
-        rows = tf.nn.bias_add(tf.matmul(rows, self.kernel), self.bias)
-        return tf.reshape(rows, tf.concat([tf.shape(x)[:-1], [self.units]], 0))
+        rows = tf.matmul(rows, self.kernel)
+        if self.use_bias:
+            rows = tf.nn.bias_add(rows, self.bias)
+        return self.activation(tf.reshape(rows, tf.concat([tf.shape(x)[:-1], [self.units]], 0)))

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from pipeline.seeds import derive_seed
 
-_WINDOW = 1 << 23  # values of the longest mask that does not repeat itself: 4,096 tokens x 8 heads x 256 keys
+_WINDOW = 1 << 23  # values of the longest mask that is one cut: 4,096 tokens x 8 heads x 256 keys
 _ROW = 16  # values in a row of the table: 64 bytes, so that TensorFlow reads a run of rows in place
 
 
@@ -18,8 +18,11 @@ class Dropout(keras.layers.Layer):
 
     On a CPU the mask is cut out of a fixed table of random zeros and ones, at a place drawn anew for every call:
     drawing every value anew, as `keras.layers.Dropout` does, took a quarter of a training step (benchmarks/NOTES.md).
-    On a GPU every value is drawn anew. Replicas that train together draw other masks each, from one state that is the
-    same on all of them.
+    A mask longer than half of the table is put together from several cuts. On a GPU every value is drawn anew.
+    Replicas that train together draw other masks each, from one state that is the same on all of them.
+
+    1 / (1 - rate) is rounded to the dtype of the values, 0.2 % off at most in bfloat16 (as `tf.nn.dropout` does it).
+    The encoder's dropouts have the dtype float32, so that no branch is scaled by it.
 
     Args:
         rate: share of the values that are dropped, in [0, 1).
@@ -58,19 +61,25 @@ class Dropout(keras.layers.Layer):
 
 
 def _mask(shape, rate, seed):
-    """Returns float32 values of `shape`, each 0 or 1 / (1 - rate); beyond `_WINDOW` values they repeat."""
+    """Returns float32 values of `shape`, each 0 or 1 / (1 - rate)."""
     count = tf.reduce_prod(shape)
     rows = (count + _ROW - 1) // _ROW
-    start = tf.random.stateless_uniform([], seed, 0, _WINDOW // _ROW, tf.int32)
-    window = _table(rate)[start : start + tf.minimum(rows, _WINDOW // _ROW)]
-    times = (rows - 1) // (_WINDOW // _ROW) + 1
-    window = tf.cond(times > 1, lambda: tf.tile(window, [times, 1]), lambda: window)  # once would copy it
-    return tf.reshape(tf.reshape(window, [-1])[:count], shape)
+    window = _WINDOW // _ROW  # in rows
+    cuts = tf.maximum((rows + window - 1) // window, 1)
+    starts = tf.random.stateless_uniform([cuts], seed, 0, window, tf.int32)
+    table = _table(rate)
+    # Several cuts rather than one repeated: R-Drop's second pass would get the mask of its first.
+    values = tf.cond(
+        cuts > 1,
+        lambda: tf.gather(table, tf.reshape(starts[:, None] + tf.range(window), [-1])),
+        lambda: table[starts[0] : starts[0] + rows],
+    )
+    return tf.reshape(tf.reshape(values, [-1])[:count], shape)
 
 
 @functools.cache
 def _table(rate):
-    """Two windows of mask values, float32; every place to cut from starts in the first."""
+    """Two windows of mask values, float32 [rows, _ROW]; every cut starts in the first."""
     uniform = np.random.default_rng(derive_seed(0, "dropout")).random(2 * _WINDOW, np.float32)
     with tf.init_scope():  # outside of the graph being traced: one tensor, however many layers and graphs use it
         return tf.constant(np.where(uniform < rate, 0.0, 1.0 / (1.0 - rate)).astype(np.float32).reshape(-1, _ROW))

@@ -1,6 +1,7 @@
 """The Pre-Norm Transformer encoder layer (Xiong et al. 2020, "On Layer Normalization in the Transformer")."""
 
 import keras
+from keras import ops
 
 from pipeline.layers.attention import MultiHeadAttention
 from pipeline.layers.dropout import Dropout
@@ -12,6 +13,9 @@ from pipeline.seeds import derive_seed
 @keras.saving.register_keras_serializable(package="pipeline")
 class PreNormEncoderLayer(keras.layers.Layer):
     """x + Drop(Attention(LN(x))), then x + Drop(FeedForward(LN(x))).
+
+    The sum keeps the dtype of x. Under a mixed policy only the matrix products are in half precision; LayerNorm,
+    softmax, GELU and dropout are float32.
 
     Args:
         num_heads: number of attention heads; divides the size of the input vectors.
@@ -48,14 +52,17 @@ class PreNormEncoderLayer(keras.layers.Layer):
             layer.build(x_shape)
 
     def call(self, x, attend=None, training=None):
-        """Maps float [B, T, D] to float [B, T, D]; `attend` is bool [B, 1 | T, T], True = may attend."""
+        """Maps float [B, T, D] to [B, T, D] of the same dtype; `attend` is bool [B, 1 | T, T], True = may attend."""
         attended = self.attention(self.attention_norm(x), attend=attend, training=training)
-        x = x + self.attention_dropout(attended, training=training)
+        x = x + ops.cast(self.attention_dropout(attended, training=training), x.dtype)
         transformed = self.feed_forward(self.feed_forward_norm(x), training=training)
-        return x + self.feed_forward_dropout(transformed, training=training)
+        return x + ops.cast(self.feed_forward_dropout(transformed, training=training), x.dtype)
 
     def compute_output_shape(self, x_shape, attend_shape=None):
         return x_shape
+
+    def compute_output_spec(self, x, attend=None, training=None):
+        return keras.KerasTensor(x.shape, x.dtype)
 
     def get_config(self):
         config = {key: getattr(self, key) for key in ("num_heads", "d_ff", "dropout", "seed")}

@@ -25,7 +25,7 @@ def sinusoidal_table(max_length, d_model):
 
 @keras.saving.register_keras_serializable(package="pipeline")
 class SinusoidalPosition(keras.layers.Layer):
-    """Adds the position table to a sequence of vectors, in float32 whatever the policy.
+    """Adds the position table to a sequence of vectors; table, sum and output are float32 whatever the policy.
 
     Args:
         max_length: longest sequence, in positions.
@@ -40,7 +40,7 @@ class SinusoidalPosition(keras.layers.Layer):
         self.table = sinusoidal_table(self.max_length, input_shape[-1])
 
     def call(self, x):
-        """Maps float [B, T, D] to float [B, T, D] in the compute dtype.
+        """Maps float [B, T, D] to float32 [B, T, D].
 
         Raises:
             ValueError: T is known when the graph is built and is longer than `max_length`. A longer T met only
@@ -53,6 +53,9 @@ class SinusoidalPosition(keras.layers.Layer):
 
     def compute_output_shape(self, input_shape):
         return input_shape
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "float32")
 
     def get_config(self):
         return {**super().get_config(), "max_length": self.max_length}

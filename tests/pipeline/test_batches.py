@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from pipeline import batches
+from pipeline.dataset import padded_length
 from pipeline.seeds import derive_seed
 
 REALISTIC = np.clip(np.random.Generator(np.random.PCG64(0)).lognormal(4.5, 0.8, 20_000).astype(int), 1, 256)
@@ -28,9 +29,9 @@ def test_no_rows_no_batches(plan):
 
 
 def test_sequential_plan_by_hand():
-    # Sorted: 9 | 4 4 (8, a third would make 12) | 3 2 (6, a third 9) | 1 0
+    # Sorted: 9 | 4 4 (8, a third would make 12) | 3 (2 beside it would be a sixth of padding) | 2 1 0, four would fit
     plan = batches.sequential_plan([1, 4, 9, 3, 4, 0, 2], 8)
-    assert [rows.tolist() for rows in plan] == [[2], [1, 4], [3, 6], [0, 5]]
+    assert [rows.tolist() for rows in plan] == [[2], [1, 4], [3], [6, 0, 5]]
 
 
 def test_a_zero_length_row_takes_one_position():
@@ -57,7 +58,7 @@ def test_epoch_plan_is_a_pure_function_of_its_arguments():
 def test_epoch_plan_stays_what_it_was():
     # A checkpoint holds (epoch, step) only: another plan for the same arguments would break its resume.
     plan = batches.epoch_plan([3, 1, 4, 1, 5, 9, 2, 6], 12, seed=17, epoch=1)
-    assert [rows.tolist() for rows in plan] == [[5], [1, 3, 6, 0], [2, 4], [7]]
+    assert [rows.tolist() for rows in plan] == [[5], [4], [2], [7], [0, 6], [1, 3]]
 
 
 @pytest.mark.parametrize("batch_tokens", [2048, 4096, 8192])
@@ -137,3 +138,22 @@ def test_derive_seed_is_blake2b_of_seed_and_name():
     # python3 -c "import hashlib; print(hashlib.blake2b(b'17/batches/1', digest_size=4).hexdigest())"
     assert derive_seed(17, "batches/1") == 0x4035F662
     assert derive_seed(17, "batches/1") != derive_seed(18, "batches/1") != derive_seed(17, "batches/2")
+
+
+@pytest.mark.parametrize("batch_tokens", [512, 2048])
+def test_few_batches_of_short_texts_are_padded_little(batch_tokens):
+    # Questions of 3 to 38 tokens.
+    lengths = np.clip(np.random.default_rng(0).lognormal(2.3, 0.35, 4900).astype(int), 3, 38)
+    plan = batches.epoch_plan(lengths, batch_tokens, seed=1, epoch=0)
+    assert padded_share(plan, lengths) < 0.06
+    padded = [len(rows) * lengths[rows].max() for rows in plan]
+    assert np.mean(np.array(padded) >= 0.4 * batch_tokens) > 0.9  # and still batches, not crumbs
+
+
+@pytest.mark.parametrize("batch_tokens", [512, 4096])
+def test_batches_have_few_shapes(batch_tokens):
+    shapes = set()
+    for epoch in range(4):
+        plan = batches.epoch_plan(REALISTIC, batch_tokens, 17, epoch)
+        shapes |= {(len(rows), padded_length(REALISTIC[rows].max())) for rows in plan}
+    assert len(shapes) < 130  # of 1,500 or 30,000 batches

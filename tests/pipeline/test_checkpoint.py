@@ -8,6 +8,8 @@ import pytest
 
 from pipeline import checkpoint
 from pipeline.checkpoint import Progress
+from pipeline.config import TrainingConfig
+from pipeline.contract import sha256_file
 from pipeline.errors import CheckpointError
 
 PROGRESS = Progress(3, 7, 120, 100, 0.1 + 0.2, 2, 4567, "")
@@ -118,6 +120,28 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_line(two, name, damage):
         checkpoint.read(two, 120)
 
 
+@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.PROGRESS, checkpoint.SUMS])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_best_weights_that_are_damaged_are_not_counted_on(tmp_path, name, damage):
+    """The checkpoint before that names others is used, and the last resort is one before any validation."""
+    for step, best in ((90, -1), (100, 95), (120, 110)):
+        progress = Progress(step=step, best_step=best)
+        checkpoint.save(tmp_path / checkpoint.CHECKPOINTS, make_arrays(step), progress, "key")
+        if best > 0:
+            checkpoint.save(tmp_path / checkpoint.BEST, make_arrays(best), Progress(step=best), "key")
+    found, best = checkpoint.resume_point(tmp_path, no_warning)
+    assert (found.progress.step, best.progress.step) == (120, 110)
+    lines = []
+    DAMAGE[damage](tmp_path / checkpoint.BEST / "step-00000110" / name)
+    found, best = checkpoint.resume_point(tmp_path, lines.append)
+    assert (found.progress.step, best.progress.step) == (100, 95)
+    assert_same(best.arrays, make_arrays(95))
+    assert len(lines) == 1 and "step-00000110 is damaged" in lines[0]
+    DAMAGE[damage](tmp_path / checkpoint.BEST / "step-00000095" / name)
+    found, best = checkpoint.resume_point(tmp_path, lines.append)
+    assert (found.progress.step, best) == (90, None)
+
+
 def test_every_checkpoint_damaged(two):
     for step in two.iterdir():
         DAMAGE["cut to half"](step / checkpoint.STATE)
@@ -172,6 +196,37 @@ def test_what_dead_processes_left_is_no_checkpoint(two):
     shutil.copytree(two / "step-00000120", two / ".staged-step-00000130-4242")
     assert checkpoint.steps(two) == [100, 120]
     assert next(checkpoint.newest_first(two, no_warning), None).progress.step == 120
+
+
+def test_why_finished():
+    def why(epoch, batch, waited, epochs, patience):
+        progress = Progress(epoch=epoch, batch=batch, evaluations_without_improvement=waited)
+        return progress.why_finished(TrainingConfig(epochs=epochs, patience=patience))
+
+    assert why(0, 0, 0, 1, 0) == ""
+    assert why(3, 0, 0, 3, 0) == why(3, 0, 2, 3, 2) == why(4, 0, 0, 3, 0) == "epochs"
+    assert why(3, 0, 0, 4, 0) == why(3, 0, 9, 4, 0) == why(3, 0, 1, 4, 2) == ""
+    assert why(3, 0, 2, 4, 2) == why(3, 0, 3, 4, 2) == "patience"
+    assert why(2, 5, 2, 4, 2) == ""  # in the middle of an epoch
+    assert [Progress(epoch=3, batch=b).epochs_begun for b in (0, 1)] == [3, 4]
+
+
+def test_newest_progress(two, tmp_path):
+    assert checkpoint.newest_progress(two) == PROGRESS
+    record = two / "step-00000120" / checkpoint.PROGRESS
+    record.write_text(record.read_text().replace('"epoch": 3', '"epoch": 7'))  # one flipped bit, and still JSON
+    assert checkpoint.newest_progress(two) == Progress(step=100)
+    assert checkpoint.newest_progress(tmp_path / "absent") is None
+
+
+def test_a_value_that_is_not_finite_is_not_read(two):
+    np.savez(two / "step-00000120" / checkpoint.STATE, a=np.array([1, np.nan], np.float32))
+    sums = "".join(
+        f"{sha256_file(two / 'step-00000120' / name)}  {name}\n" for name in (checkpoint.STATE, checkpoint.PROGRESS)
+    )
+    (two / "step-00000120" / checkpoint.SUMS).write_text(sums)
+    with pytest.raises(CheckpointError, match="is damaged: a holds a value that is not finite"):
+        checkpoint.read(two, 120)
 
 
 def test_best_step(two):

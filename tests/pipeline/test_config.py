@@ -6,7 +6,8 @@ import pytest
 from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
 from pipeline.errors import JobError
 
-# The table of the contract, and our log_every_steps and what spells or hides tokens anew each epoch.
+# The table of the contract, and our log_every_steps, what spells or hides tokens anew each epoch, and what shapes the
+# objective and the step.
 DEFAULTS = """
 name = "movie-reviews"
 seed = 17
@@ -50,6 +51,11 @@ subword_regularization = 0.0
 subword_sampling = 0.0
 subword_alpha = 0.2
 token_dropout = 0.0
+label_smoothing = 0.0
+class_weights = "none"
+r_drop = 0.0
+ema_decay = 0.0
+accumulate_batches = 1
 [evaluation]
 metric = "accuracy"
 min_value = 0.0
@@ -185,6 +191,17 @@ def test_unknown_keys_at_the_top(refuse, line, key, advice):
         ("training.subword_sampling=1.1", "subword_sampling=1.1"),
         ("training.token_dropout=1.0", "token_dropout=1.0"),
         ("training.subword_alpha=0.0", "subword_alpha=0.0"),
+        ("training.label_smoothing=1.0", "label_smoothing=1.0"),
+        ("training.label_smoothing=-0.1", "label_smoothing=-0.1"),
+        ("training.class_weights=even", "class_weights='even'"),
+        ("training.class_weights=2", "class_weights=2"),
+        ("training.class_weights={bad=0.0}", "bad=0.0"),
+        ("training.class_weights={good=1.0, bad='2'}", "bad='2'"),
+        ("training.class_weights.bad=-1", "bad=-1"),
+        ("training.r_drop=-1", "r_drop=-1"),
+        ("training.ema_decay=1.0", "ema_decay=1.0"),
+        ("training.accumulate_batches=0", "accumulate_batches=0"),
+        ("training.accumulate_batches=1.5", "accumulate_batches=1.5"),
         ("evaluation.metric=f1", "metric='f1'"),
         ("evaluation.max_regression=-0.1", "max_regression=-0.1"),
         ("export.opset=19", "opset=19"),
@@ -199,6 +216,11 @@ def test_values_out_of_range(refuse, override, received):
     message = refuse(overrides=[override])
     assert f"Received: {received}" in message
     assert override.partition("=")[0] in message
+
+
+def test_a_class_weight_is_refused_by_its_label(refuse):
+    message = refuse(overrides=["training.class_weights={good=1.0, bad=0.0}"])
+    assert "training.class_weights.bad: input should be greater than 0. Received: bad=0.0" in message
 
 
 def test_one_way_of_subword_regularization(refuse):
@@ -227,6 +249,10 @@ def test_fractions_may_be_zero_when_files_are_named(load):
         ("model.d_model=64", "model", "d_model", 64),
         ("training.learning_rate=1e-3", "training", "learning_rate", 1e-3),
         ("training.learning_rate=1", "training", "learning_rate", 1.0),
+        ("training.class_weights=balanced", "training", "class_weights", "balanced"),
+        ("training.class_weights={bad=2.0}", "training", "class_weights", {"bad": 2.0}),
+        ("training.class_weights.bad=2", "training", "class_weights", {"bad": 2.0}),
+        ("training.class_weights={'so so'=2.0, none=1}", "training", "class_weights", {"so so": 2.0, "none": 1.0}),
         ("export.text_signature=false", "export", "text_signature", False),
         ("export.precisions=['float32']", "export", "precisions", ["float32"]),
         ("evaluation.metric=loss", "evaluation", "metric", "loss"),

@@ -321,3 +321,10 @@ def test_readers_say_so_when_nothing_was_prepared(tmp_path):
         dataset.load_texts(tmp_path, "test")
     with pytest.raises(DataError, match="cannot read .*train: No such file"):
         dataset.Split.load(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("length", "padded"), [(0, 1), (1, 1), (31, 31), (32, 32), (33, 34), (63, 64), (65, 68), (129, 136), (1000, 1024)]
+)
+def test_padded_length_has_sixteen_steps_between_powers_of_two(length, padded):
+    assert dataset.padded_length(length) == padded

@@ -256,7 +256,7 @@ def test_replicas_drop_other_values_from_one_state(on_cpus):
 
 def start_workers(job, command="train", count=2):
     addresses = _free_addresses(count)
-    environment = {k: v for k, v in jobs._environment().items() if k != "TF_CPP_MIN_LOG_LEVEL"}  # as in a pod
+    environment = {k: v for k, v in jobs.environment().items() if k != "TF_CPP_MIN_LOG_LEVEL"}  # as in a pod
     return [
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", command, str(job.file)],

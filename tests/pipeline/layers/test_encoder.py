@@ -1,8 +1,9 @@
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from pipeline.layers import PreNormEncoderLayer
-from pipeline.layers.encoder import LAYER_NORM_EPSILON, layer_norm
 
 
 def random(*shape, seed=0):
@@ -48,22 +49,28 @@ def test_dropout_reaches_attention_weights_hidden_values_and_both_branches():
 
 
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
-def test_layer_norm_is_float32_whatever_the_policy(dtype):
-    layer, x = built(dtype=dtype), random(2, 5, 8)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("input_dtype", ["float32", "float16", "bfloat16"])
+def test_the_sum_of_the_branches_keeps_the_inputs_dtype(dtype, input_dtype, training):
+    layer, x = built(dropout=0.1 if training else 0.0, dtype=dtype), tf.cast(random(2, 5, 8), input_dtype)
     assert layer.attention_norm(x).dtype.name == layer.feed_forward_norm(x).dtype.name == "float32"
-    out = layer(x)
-    assert out.dtype.name == dtype.removeprefix("mixed_")
-    np.testing.assert_allclose(np.asarray(out, np.float32), built()(x), atol=0.15, rtol=0.05)
+    half = dtype.removeprefix("mixed_")
+    assert layer.attention(x).dtype.name == layer.feed_forward(x).dtype.name == half  # matrix products
+    out = layer(x, training=training)
+    assert out.dtype.name == input_dtype
+    assert layer(keras.Input((5, 8), dtype=input_dtype)).dtype == input_dtype
+    if not training:
+        expected = built()(tf.cast(x, tf.float32))
+        np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.15, rtol=0.05)
 
 
-def test_layer_norm_by_hand():
-    # Mean 2, variance 2/3: (x - 2) / sqrt(2/3 + 1e-5).
-    assert LAYER_NORM_EPSILON == 1e-5
-    expected = [-1.2247357, 0.0, 1.2247357]
-    np.testing.assert_allclose(layer_norm("n")(np.array([[1.0, 2.0, 3.0]])), [expected], atol=1e-6, rtol=0)
-    # Variance 1e-6 shows the epsilon: 1e-3 / sqrt(1e-6 + 1e-5) = 0.3015113.
-    tiny = layer_norm("n")(np.array([[-1e-3, 1e-3]]))
-    np.testing.assert_allclose(tiny, [[-0.3015113, 0.3015113]], atol=1e-5, rtol=0)
+def test_the_sum_of_the_branches_is_not_rounded():
+    # What float32 adds to a large value, bfloat16 would swallow: half a unit in the last place of 256 is 1.
+    layer, x = built(dtype="mixed_bfloat16"), 256.0 + random(2, 5, 8)
+    attended = layer.attention(layer.attention_norm(x))
+    transformed = layer.feed_forward(layer.feed_forward_norm(x + tf.cast(attended, tf.float32)))
+    expected = x + tf.cast(attended, tf.float32) + tf.cast(transformed, tf.float32)
+    np.testing.assert_allclose(layer(x), expected, atol=1e-4, rtol=0)
 
 
 def test_size_must_be_a_multiple_of_num_heads():

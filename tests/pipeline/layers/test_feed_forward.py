@@ -23,6 +23,35 @@ def test_gelu_by_hand():
     np.testing.assert_allclose(gelu(tf.constant([-1.0, 0.0, 1.0])), [-0.1586553, 0.0, 0.8413447], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gelus_gradient_equals_numeric_differences(compiled):
+    x = np.concatenate([np.linspace(-6, 6, 241), [-30.0, 30.0]]).astype(np.float32)
+    upstream = np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
+    variable = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(variable)
+        out = (tf.function(gelu) if compiled else gelu)(variable)
+    found = tape.gradient(out, variable, output_gradients=tf.constant(upstream))
+    wide = x.astype(np.float64)
+    numeric = (exact_gelu(wide + 1e-5) - exact_gelu(wide - 1e-5)) / 2e-5
+    np.testing.assert_allclose(found, numeric * upstream, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "epsilon"), [("float16", 2**-10), ("bfloat16", 2**-7)])
+def test_gelu_of_half_precision(dtype, epsilon):
+    x = tf.cast(tf.linspace(-4.0, 4.0, 161), dtype)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        out = gelu(x)
+    gradient = tape.gradient(out, x)
+    assert out.dtype == gradient.dtype == x.dtype
+    wide = tf.cast(x, tf.float64).numpy()
+    # Phi is rounded near 1/2: a few of its units in the last place, times x.
+    np.testing.assert_allclose(tf.cast(out, tf.float64), exact_gelu(wide), atol=4 * epsilon, rtol=2 * epsilon)
+    numeric = (exact_gelu(wide + 1e-5) - exact_gelu(wide - 1e-5)) / 2e-5
+    np.testing.assert_allclose(tf.cast(gradient, tf.float64), numeric, atol=4 * epsilon, rtol=2 * epsilon)
+
+
 def test_gelu_has_an_onnx_operator():
     graph = tf.function(gelu, input_signature=[tf.TensorSpec([None])]).get_concrete_function().graph
     kinds = {op.type for op in graph.get_operations()}
