@@ -237,14 +237,9 @@ class Job:
         resolved, is_new = self.config.resolved(), self.fresh
         if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
             changed, new_data = self._changed_settings(), self._changed_data()
-            unfinished = not (self.run_dir / EVALUATION).exists()
-            if changed and unfinished and not self.fresh:
+            if (changed or new_data) and not self.fresh and not (self.run_dir / EVALUATION).exists():
                 raise self._another_job([*changed, *new_data])
             is_new = bool(changed or new_data) or self.fresh
-            if new_data and unfinished:
-                step = checkpoint.newest_progress(self.run_dir / checkpoint.CHECKPOINTS)
-                at = f" at step {step.step}" if step is not None else ""
-                self.console.note(f"a run unfinished{at} is set aside, its data has changed: {'; '.join(new_data)}")
             if is_new:
                 self._set_aside("a changed job" if changed else "new data" if new_data else "--fresh")
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -299,8 +294,10 @@ class Job:
         return _read_record(self.data_dir / dataset.REPORT, "fingerprint")
 
     def _another_job(self, changed):
+        progress = checkpoint.newest_progress(self.run_dir / checkpoint.CHECKPOINTS)
+        at = f", at step {progress.step}" if progress is not None else ""
         return JobError(
-            f"{self.run_dir} holds a run of another job: {'; '.join(changed)}. Undo the change to go on with it, or "
+            f"{self.run_dir} holds a run of another job{at}: {'; '.join(changed)}. Undo the change to go on with it, or "
             "start over with `python -m pipeline run --fresh` (the old run is kept aside)."
         )
 

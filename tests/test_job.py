@@ -307,7 +307,8 @@ def test_worse_model_is_refused_and_let_pass_by_max_regression(published, tmp_pa
 
 def test_new_data_makes_a_new_run_and_the_next_version(published, tmp_path):
     """More rows, and a label that the live version does not know."""
-    job = copy_trained(published, tmp_path, training={"epochs": 3})
+    keep = ["data", "checkpoints", "best", "metrics.jsonl", "evaluation"]
+    job = copy_trained(published, tmp_path, keep, training={"epochs": 3})
     shutil.copytree(published.model_dir, job.model_dir)
     extra = [(f"unclear undecided {text}", "unknown") for text, _ in make_rows(120, seed=5)]
     make_job(tmp_path, make_rows(480) + extra)
@@ -385,7 +386,7 @@ def test_every_change_that_matters_is_named_with_both_values(published, tmp_path
         assert contents(job.run_dir) == before
 
 
-def test_changed_data_is_refused_on_resume_and_a_new_run_of_the_scheduled_job(published, tmp_path):
+def test_changed_data_is_refused_while_its_run_is_unfinished(published, tmp_path):
     job = copy_trained(published, tmp_path, keep=["checkpoints", "best", "metrics.jsonl"])
     assert job.run(command="prepare").code == 0
     before, old = contents(job.run_dir), sha256_file(job.data_file)
@@ -393,15 +394,15 @@ def test_changed_data_is_refused_on_resume_and_a_new_run_of_the_scheduled_job(pu
     write_csv(job.data_file, [(rows[0][0], "good"), *rows[1:], ("one more", "bad")])
     new = sha256_file(job.data_file)
     line = f"data.train: {job.data_file}: sha256 {old[:12]} (360 rows) -> sha256 {new[:12]} (361 rows)"
-    done = job.run(command="train")
-    assert done.code == 2
-    assert line in done.error
-    assert "--fresh" in done.error
-    assert contents(job.run_dir) == before
+    for command in ("train", "run"):
+        done = job.run(command=command)
+        assert done.code == 2
+        assert f"holds a run of another job, at step 45: {line}. Undo the change" in done.error
+        assert "--fresh" in done.error
+        assert contents(job.run_dir) == before
 
-    done = job.run(command="prepare")  # as `run` begins
+    done = job.run("--fresh", command="prepare")  # as `run` begins
     assert done.code == 0, done.stderr
-    assert f"a run unfinished at step 45 is set aside, its data has changed: {line}\n" in done.stderr
     assert "starting a new run (new data)" in done.stderr
     assert contents(job.run_dir.parent / "tiny.previous") == before
     assert not (job.run_dir / "checkpoints").exists()

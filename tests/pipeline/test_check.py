@@ -347,7 +347,7 @@ def test_command_leaves_an_unfinished_run_as_it_was(tmp_path):
     assert job.run(command="check").code == 0
     assert snapshot(job.run_dir) == before
 
-    # With other data, which `run` would start a new run for; many texts are there under both labels.
+    # With other data, which `run` would refuse; many texts are there under both labels.
     make_job(tmp_path, make_rows(seed=5) + [(text, label) for text, _ in make_rows(100, seed=6) for label in LABELS])
     done = job.run(command="check")
     assert done.code == 1
