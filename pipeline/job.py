@@ -14,14 +14,13 @@ import time
 
 from pipeline import checkpoint, dataset, summary
 from pipeline.cluster import read_cluster
-from pipeline.config import differences, fingerprint
+from pipeline.config import fingerprint
 from pipeline.console import Console
 from pipeline.contract import Manifest, next_version, versions
 from pipeline.errors import ArtifactError, JobError, PipelineError
 from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
-from pipeline.text import Tokenizer
+from pipeline.identity import JOB, another_job, changed_data, changed_settings, identity, read_record
 
-JOB = "job.json"
 EVALUATION = "evaluation/report.json"
 CANDIDATE = "candidate"
 RUN = "run.json"
@@ -104,9 +103,10 @@ class Job:
 
     def train(self):
         """Trains, or goes on training, until the best weights are there. Raises JobError when the job has changed."""
-        changed = [*self._changed_settings(), *self._changed_data()]
+        changed = changed_settings(self.config, self.run_dir)
+        changed += changed_data(self.config, self.run_dir, self.data_key)
         if changed:
-            raise self._another_job(changed)
+            raise another_job(self.run_dir, changed)
         if dataset.prepared(self.data_dir, self.data_key) is None:
             raise self._missing("data", "prepare")
         if checkpoint.finished_best(self.run_dir, self.train_key, self.config.training) is not None:
@@ -217,7 +217,7 @@ class Job:
     @functools.cached_property
     def train_key(self):
         """Of checkpoints: training goes on from those of an equal key only."""
-        return fingerprint(self.data_key, _identity(self.config.resolved()))
+        return fingerprint(self.data_key, identity(self.config.resolved()))
 
     @functools.cached_property
     def result_key(self):
@@ -236,9 +236,10 @@ class Job:
         self.data_key  # noqa: B018 - an input that cannot be read is found before anything is touched
         resolved, is_new = self.config.resolved(), self.fresh
         if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
-            changed, new_data = self._changed_settings(), self._changed_data()
+            changed = changed_settings(self.config, self.run_dir)
+            new_data = changed_data(self.config, self.run_dir, self.data_key)
             if (changed or new_data) and not self.fresh and not (self.run_dir / EVALUATION).exists():
-                raise self._another_job([*changed, *new_data])
+                raise another_job(self.run_dir, [*changed, *new_data])
             is_new = bool(changed or new_data) or self.fresh
             if is_new:
                 self._set_aside("a changed job" if changed else "new data" if new_data else "--fresh")
@@ -265,42 +266,6 @@ class Job:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
-    def _changed_settings(self):
-        """Returns "key: old -> new" for every setting that keeps the run on disk from going on."""
-        stored = _read_record(self.run_dir / JOB)
-        changed = differences(_identity(stored), _identity(self.config.resolved())) if stored else []
-        progress = checkpoint.newest_progress(self.run_dir / checkpoint.CHECKPOINTS)
-        epochs = self.config.training.epochs
-        if progress is not None and epochs < progress.epochs_begun:
-            changed.append(f"training.epochs: {progress.epochs_begun} (begun) -> {epochs}")
-        report, model_file = self._data_report(), self.config.tokenizer.model_file
-        old, new = report and report.get("tokenizer_sha256"), model_file and Tokenizer.load(model_file).sha256
-        if old and new and old != new:
-            changed.append(f"tokenizer.model_file: {model_file}: sha256 {old[:12]} -> {new[:12]}")
-        return changed
-
-    def _changed_data(self):
-        """Returns one line per input file that is not what the data on disk was made from."""
-        report = self._data_report()
-        trained = (self.run_dir / checkpoint.CHECKPOINTS).exists()
-        if not trained or report is None or report["fingerprint"] == self.data_key:
-            return []
-        changed = dataset.changed_inputs(self.config, report)
-        if not changed and not self._changed_settings():  # e.g. the same files in another order
-            changed = [f"data: fingerprint {report['fingerprint'][:12]} -> {self.data_key[:12]}"]
-        return changed
-
-    def _data_report(self):
-        return _read_record(self.data_dir / dataset.REPORT, "fingerprint")
-
-    def _another_job(self, changed):
-        progress = checkpoint.newest_progress(self.run_dir / checkpoint.CHECKPOINTS)
-        at = f", at step {progress.step}" if progress is not None else ""
-        return JobError(
-            f"{self.run_dir} holds a run of another job{at}: {'; '.join(changed)}. Undo the change to go on with it, or "
-            "start over with `python -m pipeline run --fresh` (the old run is kept aside)."
-        )
-
     def _set_aside(self, reason):
         aside = self.run_dir.with_name(f"{self.run_dir.name}.previous")
         shutil.rmtree(aside, ignore_errors=True)
@@ -308,7 +273,7 @@ class Job:
         self.console.note(f"starting a new run ({reason}); the one before is in {aside}")
 
     def _evaluation_report(self):
-        report = _read_record(self.run_dir / EVALUATION, "result_key", "test", "labels")
+        report = read_record(self.run_dir / EVALUATION, "result_key", "test", "labels")
         return report if report is not None and report["result_key"] == self.result_key else None
 
     def _require_evaluated(self):
@@ -335,7 +300,7 @@ class Job:
 
     def _published(self):
         """The path of the version that this job became, if it is there and whole, else None."""
-        floor = (_read_record(self.run_dir / RUN, "above_version") or {"above_version": 0})["above_version"]
+        floor = (read_record(self.run_dir / RUN, "above_version") or {"above_version": 0})["above_version"]
         for version, path in reversed(versions(self.config.model_dir).items()):
             try:
                 manifest = Manifest.read(path)
@@ -398,34 +363,7 @@ class Job:
         return gate
 
     def _summary(self):
-        data = _read_record(self.data_dir / dataset.REPORT, "splits", "vocab_size")
-        report = _read_record(self.run_dir / EVALUATION, "gate")
+        data = read_record(self.data_dir / dataset.REPORT, "splits", "vocab_size")
+        report = read_record(self.run_dir / EVALUATION, "gate")
         for line in summary.lines(self._published(), data, report):
             self.console.result(line)
-
-
-def _read_record(path, *keys):
-    """Returns the JSON object in `path` if it has all `keys`; None when it is missing, damaged or something else."""
-    record = read_json(path)
-    return record if isinstance(record, dict) and all(key in record for key in keys) else None
-
-
-def _identity(resolved):
-    """The part of a resolved job that a training state depends on: a run goes on only while it stays the same.
-
-    Paths of data files aside, their content counts. How long training goes on (`epochs`, `patience`) may change on
-    the way; it is part of `Job.result_key`.
-    """
-    without_effect = {
-        "data": {"train", "validation", "test"},
-        "training": {
-            "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
-            "strategy",
-        },
-        "evaluation": {"min_value", "max_regression"},  # its metric chooses the best weights
-    }
-    shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}
-    for section, keys in without_effect.items():
-        if isinstance(shaping[section], dict):
-            shaping[section] = {k: v for k, v in shaping[section].items() if k not in keys}
-    return shaping

@@ -1,0 +1,82 @@
+"""What a run depends on, and what has changed since it began."""
+
+from pipeline import checkpoint, dataset
+from pipeline.config import differences
+from pipeline.errors import JobError
+from pipeline.files import read_json
+from pipeline.text import Tokenizer
+
+JOB = "job.json"
+
+
+def identity(resolved):
+    """Returns the part of a resolved job that a training state depends on: a run goes on only while it stays the same.
+
+    Paths of data files aside, their content counts. How long training goes on (`epochs`, `patience`) may change on
+    the way; it is part of `Job.result_key`.
+    """
+    without_effect = {
+        "data": {"train", "validation", "test"},
+        "training": {
+            "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
+            "strategy",
+        },
+        "evaluation": {"min_value", "max_regression"},  # its metric chooses the best weights
+    }
+    shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}
+    for section, keys in without_effect.items():
+        if isinstance(shaping[section], dict):
+            shaping[section] = {k: v for k, v in shaping[section].items() if k not in keys}
+    return shaping
+
+
+def changed_settings(config, run_dir):
+    """Returns "key: old -> new" for every setting that keeps the run on disk from going on."""
+    stored = read_record(run_dir / JOB)
+    changed = differences(identity(stored), identity(config.resolved())) if stored else []
+    progress = checkpoint.newest_progress(run_dir / checkpoint.CHECKPOINTS)
+    if progress is not None and config.training.epochs < progress.epochs_begun:
+        changed.append(f"training.epochs: {progress.epochs_begun} (begun) -> {config.training.epochs}")
+    report, model_file = _data_report(run_dir), config.tokenizer.model_file
+    old, new = report and report.get("tokenizer_sha256"), model_file and Tokenizer.load(model_file).sha256
+    if old and new and old != new:
+        changed.append(f"tokenizer.model_file: {model_file}: sha256 {old[:12]} -> {new[:12]}")
+    return changed
+
+
+def changed_data(config, run_dir, data_key):
+    """Returns one line per input file that is not what the data on disk was made from.
+
+    Args:
+        config: a `JobConfig`.
+        run_dir: the run directory.
+        data_key: fingerprint of the data as it is now.
+    """
+    report = _data_report(run_dir)
+    trained = (run_dir / checkpoint.CHECKPOINTS).exists()
+    if not trained or report is None or report["fingerprint"] == data_key:
+        return []
+    changed = dataset.changed_inputs(config, report)
+    if not changed and not changed_settings(config, run_dir):  # e.g. the same files in another order
+        changed = [f"data: fingerprint {report['fingerprint'][:12]} -> {data_key[:12]}"]
+    return changed
+
+
+def another_job(run_dir, changed):
+    """Returns the JobError of a run that cannot go on, given what has changed."""
+    progress = checkpoint.newest_progress(run_dir / checkpoint.CHECKPOINTS)
+    at = f", at step {progress.step}" if progress is not None else ""
+    return JobError(
+        f"{run_dir} holds a run of another job{at}: {'; '.join(changed)}. Undo the change to go on with it, or "
+        "start over with `python -m pipeline run --fresh` (the old run is kept aside)."
+    )
+
+
+def read_record(path, *keys):
+    """Returns the JSON object in `path` if it has all `keys`; None when it is missing, damaged or something else."""
+    record = read_json(path)
+    return record if isinstance(record, dict) and all(key in record for key in keys) else None
+
+
+def _data_report(run_dir):
+    return read_record(run_dir / "data" / dataset.REPORT, "fingerprint")
