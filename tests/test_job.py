@@ -442,7 +442,7 @@ def test_more_epochs_go_on_from_a_published_job_and_make_the_next_version(publis
     more = ("--set", "training.epochs=4", "--set", "evaluation.max_regression=1.0")
     done = job.run(*more, command="train")
     assert done.code == 0, done.stderr
-    assert "going on from step 45 of 60" in done.stderr
+    assert "going on from step 45, 3 of 4 epochs done" in done.stderr
     assert not (job.run_dir / "evaluation" / "report.json").exists()  # it was of the weights before
     done = job.run(*more)
     assert done.code == 0, done.stderr
