@@ -22,6 +22,7 @@ from pipeline.losses import class_weights
 from pipeline.optimization import learning_rate
 from pipeline.record import NoRecord, Record
 from pipeline.replicas import open_replicas
+from pipeline.runtime import trim_memory
 from pipeline.subwords import PieceSplitter, sample_split
 from pipeline.text import Tokenizer
 from pipeline.train_step import TrainStep
@@ -318,6 +319,7 @@ class _Trainer:
         checkpoint.prune(directory, kept)
         # Every kept checkpoint keeps the best weights it names, in case the newer ones turn out damaged.
         checkpoint.prune(self.run_dir / BEST, {checkpoint.best_step(directory, step) for step in kept})
+        trim_memory()
         self.saved_at = time.monotonic()
 
     def _restore(self):
