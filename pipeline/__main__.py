@@ -1,5 +1,6 @@
 """Command line: `python -m pipeline run|check|prepare|train|evaluate|export|publish JOB.toml [--set …]`."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,4 +23,12 @@ if __name__ == "__main__":
         from pipeline.commands import main
     except ModuleNotFoundError as e:
         sys.exit(f"error: {e}. Install what training needs: pip install '.[train]', or `make venv` in a checkout.")
-    sys.exit(main())
+    try:
+        main()
+        code = 0
+    except SystemExit as e:
+        code = e.code or 0
+    # Not through Python's shutdown: threads of TensorFlow that still run then were seen to crash the process.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)

@@ -15,8 +15,9 @@ from pipeline import dataset
 from pipeline.batches import epoch_plan, sequential_plan
 from pipeline.classifier import build_classifier, compile_predict
 from pipeline.contract import PAD_ID
-from pipeline.errors import CheckFailed, PipelineError
+from pipeline.errors import CheckFailed, JobError, PipelineError
 from pipeline.evaluation import predict_logits, softmax
+from pipeline.losses import class_weights
 from pipeline.optimization import learning_rate
 from pipeline.reading import join_some
 from pipeline.seeds import derive_seed
@@ -161,6 +162,10 @@ def check_labels(subject):
         problems.append(
             f"over {_MAJORITY_SHARE:.0%} in one class: see data.label_column, or set evaluation.metric = \"macro_f1\""
         )
+    try:
+        class_weights(subject.config.training.class_weights, labels, counts)
+    except JobError as e:
+        problems.append(str(e).rstrip("."))
     if contradicted > _CONTRADICTED_SHARE:
         problems.append(
             f"over {_CONTRADICTED_SHARE:.0%} contradict each other: see data.text_column and data.label_column, and "
@@ -194,7 +199,7 @@ def check_batches(subject):
     times = np.bincount(np.concatenate(plan), minlength=len(lengths))
     padded = sum(len(rows) * max(1, int(lengths[rows].max())) for rows in plan)
     line = (
-        f"{len(plan)} steps in an epoch for {len(lengths)} rows, {len(lengths) / len(plan):.0f} rows in a batch, "
+        f"{len(plan)} in an epoch for {len(lengths)} rows, {len(lengths) / len(plan):.0f} rows in a batch, "
         f"{1 - lengths.sum() / padded:.1%} padding"
     )
     problems = []
@@ -242,6 +247,8 @@ def check_gradients(subject):
     missing, not_finite = [], []
     for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
         name = variable.path.partition("/")[2]  # without the model's
+        if name.endswith("attention/key/bias"):
+            continue  # its true gradient is 0: softmax does not see what is added to all keys
         if gradient is None or not gradient.any():
             missing.append(name)
         elif not np.isfinite(gradient).all():

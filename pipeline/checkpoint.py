@@ -176,6 +176,15 @@ def newest_progress(directory):
     return next(filter(None, (read_progress(directory, step) for step in reversed(steps(directory)))), None)
 
 
+def newest_key(directory):
+    """Returns the key of the newest checkpoint whose record is whole, None when there is none."""
+    progress = newest_progress(directory)
+    if progress is None:
+        return None
+    path = Path(directory) / f"step-{progress.step:08d}" / PROGRESS
+    return json.loads(path.read_text(encoding="utf-8"))["key"]
+
+
 def best_step(directory, step):
     """Returns the step of the best weights that a checkpoint names, None when its record is damaged."""
     progress = read_progress(directory, step)
@@ -189,11 +198,12 @@ def newest_first(directory, warn):
         directory: the folder of all checkpoints.
         warn: called with one line for every damaged checkpoint that is passed over.
     """
-    for step in reversed(steps(directory)):
+    existing = steps(directory)
+    for step in reversed(existing):
         try:
             found = read(directory, step)
         except CheckpointError as e:
-            warn(f"{e}; using the one before it.")
+            warn(f"{e}; " + ("using the one before it." if step > existing[0] else "there is none before it."))
         else:
             yield found
 
@@ -217,7 +227,9 @@ def resume_point(run_dir, warn):
         try:
             return found, read(run_dir / BEST, found.progress.best_step)
         except CheckpointError as e:
-            warn(f"{e}; going back to a checkpoint that does not need it.")
+            warn(f"{e}; passing over the checkpoint of step {found.progress.step}, which needs it.")
+    if steps(run_dir / CHECKPOINTS):
+        warn(f"no checkpoint in {run_dir / CHECKPOINTS} can be used: training starts from its first step.")
     return None, None
 
 

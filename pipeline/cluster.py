@@ -144,6 +144,8 @@ def _parse(text):
         config = json.loads(text)
         jobs = config["cluster"]
         task = config["task"]["type"], config["task"]["index"]
+        if not all(isinstance(tasks, list) for tasks in jobs.values()):
+            raise TypeError("the tasks of a type must be a list of addresses")
         addresses = [*jobs.get("chief", ()), *jobs.get("worker", ())]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise _wrong(f"is not JSON with cluster, task.type and task.index ({type(e).__name__}: {e})") from e

@@ -234,6 +234,9 @@ def _warnings(report):
         name, other = pair.split("_in_")
         if count:
             found.append(f"{count} {name} rows were removed because their text is in the {other} split")
+    for name, source in report["sources"].items():
+        if source["blank"] > 0.01 * source["rows"]:
+            found.append(f"{source['blank']} of {source['rows']} rows of data.{name} have no text and were left out")
     if several := report["duplicates"]["train_texts_with_several_labels"]:
         found.append(f"{several} training texts occur under more than one label")
     if (share := splits["train"]["truncated_share"]) > 0.05:
@@ -339,4 +342,4 @@ def _load_json(path):
 
 def _unprepared(path, error):
     reason = getattr(error, "strerror", None) or error
-    return DataError(f"cannot read {path}: {reason}. Run `python -m pipeline prepare` with the job file first.")
+    return DataError(f"cannot read {path}: {reason}. Run `python -m pipeline prepare JOB.toml` first.")

@@ -30,13 +30,37 @@ def identity(resolved):
     return shaping
 
 
-def changed_settings(config, run_dir):
-    """Returns "key: old -> new" for every setting that keeps the run on disk from going on."""
+def changes(config, run_dir, data_key, train_key):
+    """Tells what keeps the training on disk from going on.
+
+    The key of its newest checkpoint decides; `job.json` and `data/report.json`, which may be lost, name the reasons.
+
+    Args:
+        config: a `JobConfig`.
+        run_dir: the run directory.
+        data_key: fingerprint of the data as it is now.
+        train_key: fingerprint of the training as it would be now.
+
+    Returns:
+        (changed settings, changed data): a list of "key: old -> new" and one of a line per input file.
+    """
+    checkpoints = run_dir / checkpoint.CHECKPOINTS
+    settings, progress = [], checkpoint.newest_progress(checkpoints)
+    if progress is not None and config.training.epochs < progress.epochs_begun:
+        settings.append(f"training.epochs: {progress.epochs_begun} (begun) -> {config.training.epochs}")
+    key = checkpoint.newest_key(checkpoints)
+    if key == train_key:
+        return settings, []
+    settings = [*_changed_settings(config, run_dir), *settings]
+    data = _changed_data(config, run_dir, data_key, settings)
+    if key is not None and not settings and not data:
+        settings = [f"what it is cannot be told, since {JOB} or data/{dataset.REPORT} is lost or damaged"]
+    return settings, data
+
+
+def _changed_settings(config, run_dir):
     stored = read_record(run_dir / JOB)
     changed = differences(identity(stored), identity(config.resolved())) if stored else []
-    progress = checkpoint.newest_progress(run_dir / checkpoint.CHECKPOINTS)
-    if progress is not None and config.training.epochs < progress.epochs_begun:
-        changed.append(f"training.epochs: {progress.epochs_begun} (begun) -> {config.training.epochs}")
     report, model_file = _data_report(run_dir), config.tokenizer.model_file
     old, new = report and report.get("tokenizer_sha256"), model_file and Tokenizer.load(model_file).sha256
     if old and new and old != new:
@@ -44,20 +68,13 @@ def changed_settings(config, run_dir):
     return changed
 
 
-def changed_data(config, run_dir, data_key):
-    """Returns one line per input file that is not what the data on disk was made from.
-
-    Args:
-        config: a `JobConfig`.
-        run_dir: the run directory.
-        data_key: fingerprint of the data as it is now.
-    """
+def _changed_data(config, run_dir, data_key, changed_settings):
     report = _data_report(run_dir)
     trained = (run_dir / checkpoint.CHECKPOINTS).exists()
     if not trained or report is None or report["fingerprint"] == data_key:
         return []
     changed = dataset.changed_inputs(config, report)
-    if not changed and not changed_settings(config, run_dir):  # e.g. the same files in another order
+    if not changed and not changed_settings:  # e.g. the same files in another order
         changed = [f"data: fingerprint {report['fingerprint'][:12]} -> {data_key[:12]}"]
     return changed
 
@@ -68,7 +85,7 @@ def another_job(run_dir, changed):
     at = f", at step {progress.step}" if progress is not None else ""
     return JobError(
         f"{run_dir} holds a run of another job{at}: {'; '.join(changed)}. Undo the change to go on with it, or "
-        "start over with `python -m pipeline run --fresh` (the old run is kept aside)."
+        "start over with `python -m pipeline run JOB.toml --fresh` (the old run is kept aside)."
     )
 
 

@@ -19,7 +19,7 @@ from pipeline.console import Console
 from pipeline.contract import Manifest, next_version, versions
 from pipeline.errors import ArtifactError, JobError, PipelineError
 from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
-from pipeline.identity import JOB, another_job, changed_data, changed_settings, identity, read_record
+from pipeline.identity import JOB, another_job, changes, identity, read_record
 
 EVALUATION = "evaluation/report.json"
 CANDIDATE = "candidate"
@@ -103,10 +103,9 @@ class Job:
 
     def train(self):
         """Trains, or goes on training, until the best weights are there. Raises JobError when the job has changed."""
-        changed = changed_settings(self.config, self.run_dir)
-        changed += changed_data(self.config, self.run_dir, self.data_key)
-        if changed:
-            raise another_job(self.run_dir, changed)
+        settings, data = changes(self.config, self.run_dir, self.data_key, self.train_key)
+        if settings or data:
+            raise another_job(self.run_dir, settings + data)
         if dataset.prepared(self.data_dir, self.data_key) is None:
             raise self._missing("data", "prepare")
         if checkpoint.finished_best(self.run_dir, self.train_key, self.config.training) is not None:
@@ -161,7 +160,7 @@ class Job:
         if manifest is None:
             raise ArtifactError(
                 f"{self.run_dir / CANDIDATE} holds no whole candidate of this job with the next version number. "
-                "Run `python -m pipeline export` first."
+                "Run `python -m pipeline export JOB.toml` first."
             )
         self._ask_gate(report)  # the live version may be another one by now
         keep_versions = self.config.publish.keep_versions
@@ -236,8 +235,7 @@ class Job:
         self.data_key  # noqa: B018 - an input that cannot be read is found before anything is touched
         resolved, is_new = self.config.resolved(), self.fresh
         if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
-            changed = changed_settings(self.config, self.run_dir)
-            new_data = changed_data(self.config, self.run_dir, self.data_key)
+            changed, new_data = changes(self.config, self.run_dir, self.data_key, self.train_key)
             if (changed or new_data) and not self.fresh and not (self.run_dir / EVALUATION).exists():
                 raise another_job(self.run_dir, [*changed, *new_data])
             is_new = bool(changed or new_data) or self.fresh
@@ -285,7 +283,7 @@ class Job:
     def _missing(self, name, command):
         return PipelineError(
             f"{self.run_dir / name} is missing, damaged or made from other data or settings. "
-            f"Run `python -m pipeline {command}` first."
+            f"Run `python -m pipeline {command} JOB.toml` first."
         )
 
     def _candidate(self):
@@ -301,6 +299,7 @@ class Job:
     def _published(self):
         """The path of the version that this job became, if it is there and whole, else None."""
         floor = (read_record(self.run_dir / RUN, "above_version") or {"above_version": 0})["above_version"]
+        floor = floor if isinstance(floor, int) else 0  # a damaged record counts as none
         for version, path in reversed(versions(self.config.model_dir).items()):
             try:
                 manifest = Manifest.read(path)
@@ -326,7 +325,8 @@ class Job:
     def _start_tensorflow(self):
         from pipeline.runtime import start_tensorflow
 
-        if self.cluster is not None:  # what it logs when a worker is lost fills pages
+        # What it logs when a worker is lost fills pages; on a CPU it calls float16 an error, though it works.
+        if self.cluster is not None or self.config.training.precision == "mixed_float16":
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         start_tensorflow()
         self.stop()  # its modules catch exceptions of any kind while they are imported

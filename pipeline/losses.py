@@ -46,5 +46,8 @@ def class_weights(setting, labels, counts):
         return (sum(counts) / (len(labels) * np.asarray(counts))).astype(np.float32)
     unknown = sorted(setting.keys() - set(labels))
     if unknown:
-        raise JobError(f"training.class_weights names labels that are not in data.train: {join_some(unknown)}.")
+        raise JobError(
+            f"training.class_weights names labels that are not in data.train: {join_some(unknown)}. "
+            f"Its labels: {join_some(labels)}."
+        )
     return np.array([setting.get(label, 1.0) for label in labels], np.float32)

@@ -97,7 +97,7 @@ class LossScale:
         """Adapts the scale after a step; `is_good` is a boolean scalar: every gradient was finite."""
         good_steps = tf.where(is_good, self.good_steps + 1, 0)
         grows = good_steps == self._GROW_AFTER
-        shrunk = tf.maximum(self.value / 2.0, 1.0)
+        shrunk = tf.maximum(self.value / 2.0, 0.5)  # below 1: nothing is left to scale
         self.value.assign(tf.where(is_good, tf.where(grows, self.value * 2.0, self.value), shrunk))
         self.good_steps.assign(tf.where(grows, 0, good_steps))
 

@@ -32,10 +32,9 @@ class Record:
         write_atomic(path, b"".join(rows))
         self.num_bytes = sum(map(len, rows))
         self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
-        shutil.rmtree(run_dir / TENSORBOARD, ignore_errors=True)
-        self._tensorboard = tf.summary.create_file_writer(str(run_dir / TENSORBOARD))
+        self._tensorboard = _TensorBoard(run_dir / TENSORBOARD, warn)
         for line in rows:
-            self._show(json.loads(line))
+            self._tensorboard.add(json.loads(line))
 
     def __enter__(self):
         return self
@@ -50,18 +49,46 @@ class Record:
         self._file.write(line)
         self._file.flush()
         self.num_bytes += len(line)
-        self._show(row)
+        self._tensorboard.add(row)
 
     def sync(self):
         """Flushes the rows to the disk, so that a checkpoint may count on them."""
         os.fsync(self._file.fileno())
 
-    def _show(self, row):
-        with self._tensorboard.as_default(step=row["step"]):
+
+class _TensorBoard:
+    """The rows once more, in TensorBoard's form. They are a copy: training goes on where they cannot be written."""
+
+    def __init__(self, directory, warn):
+        self._directory = directory
+        self._warn = warn
+        shutil.rmtree(directory, ignore_errors=True)
+        self._writer = None
+        with self._or_without():
+            self._writer = tf.summary.create_file_writer(str(directory))
+
+    def add(self, row):
+        if self._writer is None:
+            return
+        with self._or_without(), self._writer.as_default(step=row["step"]):
             for name, value in row.items():
                 if isinstance(value, float):
                     tf.summary.scalar(f"{row['kind']}/{name}", value)
-        self._tensorboard.flush()
+            self._writer.flush()
+
+    def close(self):
+        if self._writer is not None:
+            with self._or_without():
+                self._writer.close()
+
+    @contextlib.contextmanager
+    def _or_without(self):
+        try:
+            yield
+        except tf.errors.OpError as e:
+            self._writer = None
+            reason = e.message.rpartition("}} ")[2].splitlines()[0]
+            self._warn(f"{self._directory} cannot be written, training goes on without it: {reason[:200]}")
 
 
 class NoRecord(contextlib.nullcontext):

@@ -61,18 +61,20 @@ class TrainStep:
             class weights; the global norm of the gradients before clipping, not finite when float16 overflowed and the
             step was skipped.
         """
-        total = np.float32(sum(self.class_weights[labels].sum() for _, labels in batches))
+        with np.errstate(over="ignore"):  # what is infinite here ends as a loss or weights that are not finite
+            total = np.float32(sum(self.class_weights[labels].sum() for _, labels in batches))
+            rate = np.float32(rate)
         for token_ids, labels in batches[:-1]:
             self._add(token_ids, labels, total)
-        loss, norm = self._step(*batches[-1], total, np.float32(rate))
+        loss, norm = self._step(*batches[-1], total, rate)
         return float(loss), float(norm)
 
     def is_skipped(self, norm):
         """True when a step of this gradient norm was no failure: the loss scale was lowered instead.
 
-        At a scale of 1 nothing is left to lower: the gradients themselves are not finite.
+        When even a scale of 1 overflowed, the gradients themselves are not finite.
         """
-        return self.loss_scale is not None and not np.isfinite(norm) and float(self.loss_scale.value) > 1.0
+        return self.loss_scale is not None and not np.isfinite(norm) and float(self.loss_scale.value) >= 1.0
 
     def evaluated_weights(self):
         """A context in which the model has the weights that are evaluated and exported: the averaged ones, if any."""

@@ -68,7 +68,9 @@ def load_best(job, run_dir, key):
     """
     best = checkpoint.finished_best(run_dir, key, job.training)
     if best is None:
-        raise TrainingError(f"{run_dir} holds no finished training of this job. Run `python -m pipeline train` first.")
+        raise TrainingError(
+            f"{run_dir} holds no finished training of this job. Run `python -m pipeline train JOB.toml` first."
+        )
     data_dir = Path(run_dir) / "data"
     vocab_size = dataset.load_report(data_dir)["vocab_size"]
     model = build_classifier(job.model, vocab_size, len(dataset.load_labels(data_dir)), seed=job.seed)
@@ -283,8 +285,7 @@ class _Trainer:
     def _require_finite(self, loss, gradient_norm, rows):
         if math.isfinite(loss) and (math.isfinite(gradient_norm) or self.train_step.is_skipped(gradient_norm)):
             return
-        numbers = self.train_split.rows[rows]
-        shown = ", ".join(map(str, numbers[:20])) + (", ..." if len(numbers) > 20 else "")
+        shown = ", ".join(map(str, self.train_split.rows[rows]))
         raise TrainingError(
             f"the loss or its gradient is not finite at step {self.progress.step + 1}: loss={loss}, "
             f"gradient_norm={gradient_norm}, rows of data.train (from 0): {shown}. Nothing of this step was saved; "
@@ -331,13 +332,14 @@ class _Trainer:
         if found.key != self.key:
             raise JobError(
                 f"{self.run_dir / CHECKPOINTS} holds the training of another job or of other data. Undo the change to "
-                "go on with it, or start over with `python -m pipeline run --fresh` (the old run is kept aside)."
+                "go on with it, or start over with `python -m pipeline run JOB.toml --fresh` (the old run is kept "
+                "aside)."
             )
         if self.job.training.epochs < found.progress.epochs_begun:
             raise JobError(
                 f"{self.run_dir / CHECKPOINTS} has begun epoch {found.progress.epochs_begun}, beyond "
                 f"training.epochs={self.job.training.epochs}. Raise it, or start over with `python -m pipeline run "
-                "--fresh` (the old run is kept aside)."
+                "JOB.toml --fresh` (the old run is kept aside)."
             )
         for name, variable in self._variables().items():
             variable.assign(found.arrays[name])

@@ -382,7 +382,7 @@ def test_every_change_that_matters_is_named_with_both_values(published, tmp_path
         assert done.code == 2
         for key, (old, new) in changes.items():
             assert f"{key}: {old} -> {new}" in done.error
-        assert "start over with `python -m pipeline run --fresh` (the old run is kept aside)" in done.error
+        assert "start over with `python -m pipeline run JOB.toml --fresh` (the old run is kept aside)" in done.error
         assert contents(job.run_dir) == before
 
 
@@ -552,3 +552,26 @@ def _damage(run_dir, damage):
             (run_dir / name).unlink()
         else:
             (run_dir / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("lost", ["data", "job.json", "data/report.json"])
+def test_what_names_a_change_may_be_lost_and_the_run_still_goes_on_or_is_refused(published, tmp_path, lost):
+    """The checkpoints know what they were trained on."""
+    job = copy_trained(published, tmp_path)
+    path = job.run_dir / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = contents(job.run_dir)
+    done = job.run("--set", "training.learning_rate=0.02")
+    assert done.code == 2
+    assert "learning_rate: 0.01 -> 0.02" in done.error or "cannot be told, since job.json or data/" in done.error
+    assert contents(job.run_dir) == before
+    data = job.data_file.read_bytes()
+    job.data_file.write_bytes(data + b"one more,bad\r\n")
+    done = job.run()
+    assert done.code == 2
+    assert contents(job.run_dir) == before
+    job.data_file.write_bytes(data)
+    assert job.run(command="prepare").code == 0
+    done = job.run(command="train")
+    assert done.code == 0, done.stderr
+    assert contents(job.run_dir / "checkpoints") == contents(published.run_dir / "checkpoints")

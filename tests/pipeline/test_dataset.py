@@ -314,7 +314,7 @@ def test_checks_name_what_is_wrong_and_what_to_do(tmp_path):
 def test_readers_say_so_when_nothing_was_prepared(tmp_path):
     for read in (dataset.load_labels, dataset.load_report):
         with pytest.raises(
-            DataError, match=r"cannot read .*json: missing or damaged. Run `python -m pipeline prepare`"
+            DataError, match=r"cannot read .*json: missing or damaged. Run `python -m pipeline prepare JOB.toml`"
         ):
             read(tmp_path)
     with pytest.raises(DataError, match="test.texts.jsonl: No such file"):

@@ -127,7 +127,7 @@ def test_adamw_goes_on_from_its_saved_variables():
     assert_same_bits([*resumed, *after.variables], arrays([*whole, *optimizer.variables]))
 
 
-def test_a_step_that_overflows_halves_the_loss_scale_down_to_1():
+def test_a_step_that_overflows_halves_the_loss_scale_until_1_has_failed():
     scale = LossScale()
     assert float(scale.value) == 2.0**15
     scale.update(True)
@@ -136,7 +136,7 @@ def test_a_step_that_overflows_halves_the_loss_scale_down_to_1():
     assert (float(scale.value), int(scale.good_steps)) == (2.0**14, 0)
     for _ in range(20):
         scale.update(False)
-    assert float(scale.value) == 1.0
+    assert float(scale.value) == 0.5
 
 
 def test_2000_good_steps_in_a_row_double_the_loss_scale():

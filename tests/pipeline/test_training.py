@@ -713,3 +713,22 @@ def test_another_number_of_replicas_goes_on_with_a_warning(data_file, run_dir, m
     training.train(make_job(data_file), run_dir, KEY, stub)
     assert "training goes on with 1 replicas, after 2" in stub.warnings[0]
     assert last(run_dir).progress.replicas == 1
+
+
+def test_tensorboard_that_cannot_be_written_costs_a_warning_only(whole, run_dir):
+    job, other, _ = whole
+    (run_dir / "tensorboard").write_text("a file where the directory should be")
+    stub = Stub()
+    training.train(job, run_dir, KEY, stub)
+    assert [line for line in stub.warnings if "goes on without it" in line] == stub.warnings != []
+    assert_same_run(run_dir, other)
+
+
+def test_nothing_usable_is_said(whole, run_dir):
+    """Hours of training begin anew: the log must say why."""
+    job, other, _ = whole
+    shutil.copytree(other / training.CHECKPOINTS, run_dir / training.CHECKPOINTS)  # and not one of the best weights
+    stub = Stub()
+    training.train(job, run_dir, KEY, stub)
+    assert "can be used: training starts from its first step." in stub.warnings[-1]
+    assert_same_run(run_dir, other)
