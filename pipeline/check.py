@@ -247,10 +247,9 @@ def check_gradients(subject):
     missing, not_finite = [], []
     for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
         name = variable.path.partition("/")[2]  # without the model's
-        if name.endswith("attention/key/bias"):
-            continue  # its true gradient is 0: softmax does not see what is added to all keys
         if gradient is None or not gradient.any():
-            missing.append(name)
+            # The true gradient of a key's bias is 0: softmax does not see what is added to all keys.
+            missing += [] if name.endswith("attention/key/bias") else [name]
         elif not np.isfinite(gradient).all():
             not_finite.append(name)
         elif _is_embedding(variable) and (without := int((~gradient[used].any(axis=1)).sum())):
