@@ -70,6 +70,9 @@ class Manifest:
         export_key: SHA-256 over everything this version was made from.
         packages: package name -> version used for training and export.
         source_revision: git revision of the pipeline, "" when unknown.
+        graphs: per ONNX file, what the exporter counted in it, e.g. fused operators.
+        label_counts: label -> training rows.
+        forced: empty, or who published against the gate: {"by", "at", "reasons"}.
     """
 
     name: str
@@ -87,6 +90,10 @@ class Manifest:
     export_key: str
     packages: dict
     source_revision: str
+    # Keys that versions published before they existed lack.
+    graphs: dict = dataclasses.field(default_factory=dict)
+    label_counts: dict = dataclasses.field(default_factory=dict)
+    forced: dict = dataclasses.field(default_factory=dict)
 
     def write(self, version_dir):
         """Writes `manifest.json` into `version_dir`."""
@@ -103,7 +110,9 @@ class Manifest:
         path = Path(version_dir) / MANIFEST
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)})
+            optional = {f.name for f in dataclasses.fields(cls) if f.default_factory is not dataclasses.MISSING}
+            names = [f.name for f in dataclasses.fields(cls) if f.name in values or f.name not in optional]
+            return cls(**{name: values[name] for name in names})
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ArtifactError(
                 f"{version_dir} is not a version directory: cannot read {MANIFEST} ({_reason(e)}). "

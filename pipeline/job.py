@@ -351,7 +351,7 @@ class Job:
         return report
 
     def _ask_gate(self, report):
-        from serving.publish import check_gate, require_passed
+        from serving.gate import check_gate, require_passed
 
         texts = dataset.load_texts(self.data_dir, "test")
         gold = dataset.Split.load(self.data_dir, "test").labels

@@ -32,7 +32,7 @@ def describe_rows(data_report):
 
 
 def describe_gate(gate):
-    """Returns what the gate of `serving.publish.check_gate` compared with; thresholds that are not set are said."""
+    """Returns what the gate of `serving.gate.check_gate` compared with; thresholds that are not set are said."""
     if not gate["passed"]:
         return "refused"
     limit = f"min_value {gate['min_value']}" if gate["min_value"] else "no evaluation.min_value set"

@@ -108,7 +108,10 @@ def test_keys_of_later_versions_are_ignored(version_dir):
     assert Manifest.read(version_dir).name == "t"
 
 
-@pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(Manifest)])
+_OPTIONAL = {"graphs", "label_counts", "forced"}
+
+
+@pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(Manifest) if f.name not in _OPTIONAL])
 def test_a_missing_key_is_named(version_dir, key):
     path = version_dir / "manifest.json"
     values = json.loads(path.read_text())
@@ -116,6 +119,15 @@ def test_a_missing_key_is_named(version_dir, key):
     path.write_text(json.dumps(values))
     with pytest.raises(ArtifactError, match=rf"is not a version directory: .*no key '{key}'"):
         Manifest.read(version_dir)
+
+
+@pytest.mark.parametrize("key", sorted(_OPTIONAL))
+def test_versions_from_before_a_key_existed_can_be_read(version_dir, key):
+    path = version_dir / "manifest.json"
+    values = json.loads(path.read_text())
+    del values[key]
+    path.write_text(json.dumps(values))
+    assert getattr(Manifest.read(version_dir), key) == {}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"null"])
