@@ -9,6 +9,8 @@ TEXT         ?= a warm , funny and moving film with two wonderful leads .
 # More arguments: make run RUN_ARGS='--set training.epochs=2'; make test PYTEST_ARGS='-k attention'; make lock LOCK_ARGS=--upgrade
 RUN_ARGS     ?=
 PYTEST_ARGS  ?=
+# Test processes at a time; 0 for a debugger. A file's tests stay together: they share what they trained.
+TEST_PROCESSES ?= auto
 LOCK_ARGS    ?=
 
 VENV  := .venv
@@ -55,7 +57,7 @@ run: venv ## demo data, the whole job, and one prediction by the published ONNX 
 	$(BIN)/python -m serving predict --model "$$newest" "$(TEXT)"
 
 test: venv ## all tests
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 lint: venv ## ruff
 	@$(BIN)/ruff check .

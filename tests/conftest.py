@@ -18,3 +18,12 @@ def deterministic():
     from pipeline.runtime import start_tensorflow
 
     start_tensorflow()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Runs commands in processes forked from one that has imported TensorFlow: most of a tiny job is its import."""
+    from tests.kills import Forks
+
+    with Forks(tmp_path_factory.mktemp("forks")) as forks:
+        yield forks

@@ -121,8 +121,10 @@ def _serve():
     from pipeline.runtime import start_tensorflow
 
     start_tensorflow()
+    # So that the forked processes have them.
+    import export.bundle  # noqa: F401
     import pipeline.commands
-    import pipeline.training  # noqa: F401 - so that the forked processes have it
+    import pipeline.training  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -24,7 +24,7 @@ from tests.jobs import (
     run_script,
     wait_until,
 )
-from tests.kills import Forks, Moment, differing, result, run_process, where_it_stands
+from tests.kills import Moment, differing, result, run_process, where_it_stands
 
 pytestmark = pytest.mark.slow
 
@@ -34,12 +34,6 @@ INTERRUPTED = 75
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     return published_job(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("forks")) as forks:
-        yield forks
 
 
 def _assert_same_training(job, other):
@@ -244,7 +238,7 @@ def test_signal_while_preparing(published, tmp_path, number):
     assert job.leftovers() == []
 
 
-def test_signal_while_exporting(published, tmp_path):
+def test_signal_while_exporting(published, forks, tmp_path):
     job = copy_trained(published, tmp_path, keep=["data", "checkpoints", "best", "metrics.jsonl", "evaluation"])
     done = kill_when(job, lambda: list(job.run_dir.glob(".staged-candidate-*")), signal.SIGTERM, command="export")
     assert done.code == INTERRUPTED, done.stderr
@@ -256,7 +250,7 @@ def test_signal_while_exporting(published, tmp_path):
     assert done.code == INTERRUPTED, done.stderr
     assert done.last_line.startswith("error: stopped by SIGINT")
     assert job.leftovers() == []
-    done = job.run()
+    done = forks.run(job, None, command="run")
     assert done.code == 0, done.stderr
     _assert_published_once(job)
 

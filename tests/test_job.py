@@ -200,10 +200,10 @@ def test_settings_that_do_not_shape_the_weights_make_no_new_run(published):
     assert published.run().code == 0  # job.json says again what the file says
 
 
-def test_stages_one_by_one_make_what_run_makes(published, tmp_path):
+def test_stages_one_by_one_make_what_run_makes(published, forks, tmp_path):
     job = copy_trained(published, tmp_path)
     for command in ("prepare", "train", "evaluate", "export"):
-        done = job.run(command=command)
+        done = forks.run(job, None, command=command)
         assert done.code == 0, done.stderr
     assert job.versions == []
     assert (job.run_dir / "candidate" / MANIFEST).is_file()
@@ -263,11 +263,11 @@ def test_evaluate_before_train_and_publish_before_export(published, tmp_path):
 # The gate.
 
 
-def test_value_below_the_minimum_is_refused_and_not_trained_again(published, tmp_path):
+def test_value_below_the_minimum_is_refused_and_not_trained_again(published, forks, tmp_path):
     job = copy_trained(published, tmp_path, evaluation={"min_value": 0.999})
     before = contents(job.run_dir / "checkpoints"), (job.run_dir / "metrics.jsonl").read_bytes()
     for _ in range(2):
-        done = job.run()
+        done = forks.run(job, None, command="run")
         assert done.code == 4
         assert "below evaluation.min_value 0.999" in done.last_line
         assert str(job.run_dir / "evaluation" / "report.json") in done.last_line
@@ -279,16 +279,16 @@ def test_value_below_the_minimum_is_refused_and_not_trained_again(published, tmp
         assert gate["value"] == job.report["test"]["accuracy"] < 0.999
     assert (contents(job.run_dir / "checkpoints"), (job.run_dir / "metrics.jsonl").read_bytes()) == before
     # A lower minimum needs no training either.
-    done = job.run("--set", "evaluation.min_value=0.5", command="evaluate")
+    done = forks.run(job, None, "--set", "evaluation.min_value=0.5", command="evaluate")
     assert done.code == 0, done.stderr
 
 
-def test_worse_model_is_refused_and_let_pass_by_max_regression(published, tmp_path):
+def test_worse_model_is_refused_and_let_pass_by_max_regression(published, forks, tmp_path):
     job = copy_trained(published, tmp_path)
     shutil.copytree(published.model_dir, job.model_dir)
     live = snapshot(job.model_dir)
     worse = ("--set", "training.learning_rate=1e-9", "--set", "training.epochs=1")
-    done = job.run("--fresh", *worse)
+    done = forks.run(job, None, "--fresh", *worse, command="run")
     assert done.code == 4, done.stderr
     assert "live version 1" in done.last_line
     assert "max_regression" in done.last_line
@@ -298,21 +298,21 @@ def test_worse_model_is_refused_and_let_pass_by_max_regression(published, tmp_pa
     assert gate["live"]["value"] > gate["value"]
     assert (job.run_dir.parent / "tiny.previous" / "metrics.jsonl").is_file()
 
-    done = job.run(*worse, "--set", "evaluation.max_regression=1.0")
+    done = forks.run(job, None, *worse, "--set", "evaluation.max_regression=1.0", command="run")
     assert done.code == 0, done.stderr
     assert job.versions == ["1", "2"]
     assert contents(job.model_dir / "1") == contents(published.model_dir / "1")
     Manifest.read(job.model_dir / "2").check_files(job.model_dir / "2")
 
 
-def test_new_data_makes_a_new_run_and_the_next_version(published, tmp_path):
+def test_new_data_makes_a_new_run_and_the_next_version(published, forks, tmp_path):
     """More rows, and a label that the live version does not know."""
     keep = ["data", "checkpoints", "best", "metrics.jsonl", "evaluation"]
     job = copy_trained(published, tmp_path, keep, training={"epochs": 3})
     shutil.copytree(published.model_dir, job.model_dir)
     extra = [(f"unclear undecided {text}", "unknown") for text, _ in make_rows(120, seed=5)]
     make_job(tmp_path, make_rows(480) + extra)
-    done = job.run()
+    done = forks.run(job, None, command="run")
     assert done.code == 0, done.stderr
     assert "starting a new run (new data)" in done.stderr
     assert job.versions == ["1", "2"]
@@ -325,7 +325,7 @@ def test_new_data_makes_a_new_run_and_the_next_version(published, tmp_path):
     # The data of last week again: its version is there, but not live, so it is trained and published anew.
     rows = list(csv.reader(published.data_file.open(encoding="utf-8", newline="")))[1:]
     write_csv(job.data_file, rows)
-    done = job.run("--set", "evaluation.max_regression=1.0")
+    done = forks.run(job, None, "--set", "evaluation.max_regression=1.0", command="run")
     assert done.code == 0, done.stderr
     assert job.versions == ["1", "2", "3"]
     assert Manifest.read(job.model_dir / "3").labels == ["bad", "good"]
@@ -436,15 +436,15 @@ def test_another_tokenizer_model_is_refused(published, tmp_path):
         assert f"tokenizer.model_file: {model_file}: {sums}" in done.error
 
 
-def test_more_epochs_go_on_from_a_published_job_and_make_the_next_version(published, tmp_path):
+def test_more_epochs_go_on_from_a_published_job_and_make_the_next_version(published, forks, tmp_path):
     job = copy_trained(published, tmp_path, keep=_WHOLE)
     shutil.copytree(published.model_dir, job.model_dir)
     more = ("--set", "training.epochs=4", "--set", "evaluation.max_regression=1.0")
-    done = job.run(*more, command="train")
+    done = forks.run(job, None, *more)
     assert done.code == 0, done.stderr
     assert "going on from step 45, 3 of 4 epochs done" in done.stderr
     assert not (job.run_dir / "evaluation" / "report.json").exists()  # it was of the weights before
-    done = job.run(*more)
+    done = forks.run(job, None, *more, command="run")
     assert done.code == 0, done.stderr
     assert job.versions == ["1", "2"]
     assert Manifest.read(job.model_dir / "2").job["training"]["epochs"] == 4
@@ -482,11 +482,11 @@ def test_a_published_job_is_done_whatever_happened_to_its_run_directory(publishe
     assert job.versions == ["1"]
 
 
-def test_a_job_with_hidden_and_drawn_tokens_is_published(tmp_path):
+def test_a_job_with_hidden_and_drawn_tokens_is_published(forks, tmp_path):
     """Its tokenizer has a mask: the exported graphs were compared with it, on texts that name it, too."""
     rows = [(f"{text} <mask>" if i % 3 else text, label) for i, (text, label) in enumerate(make_rows())]
     job = make_job(tmp_path, rows, training={"token_dropout": 0.1, "subword_sampling": 0.5, "epochs": 2})
-    done = job.run()
+    done = forks.run(job, None, command="run")
     assert done.code == 0, done.stderr
     (version,) = job.versions
     manifest = Manifest.read(job.model_dir / version)
@@ -514,13 +514,14 @@ def test_a_lost_run_directory_does_not_publish_the_same_again(published, tmp_pat
         pytest.param({"metrics.jsonl": b'{"kind": "train", "step": 1}\n\xff\n'}, id="metrics"),
     ],
 )
-def test_a_damaged_run_directory_heals(published, tmp_path, damage):
+def test_a_damaged_run_directory_heals(published, forks, tmp_path, damage):
     """The training is unfinished: the newest checkpoint and the evaluation are gone."""
     job = copy_trained(published, tmp_path, keep=_WHOLE)
     shutil.rmtree(job.run_dir / "evaluation")
     shutil.rmtree(max((job.run_dir / "checkpoints").iterdir()))
     _damage(job.run_dir, damage)
-    done = job.run()
+    assert job.run(command="prepare").code == 0
+    done = forks.run(job, None)
     assert done.code == 0, done.stderr
     weights, _ = training_result(job.run_dir)
     expected, _ = training_result(published.run_dir)
