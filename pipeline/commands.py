@@ -30,6 +30,10 @@ Overrides = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is kept aside.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
+To = Annotated[
+    int, typer.Option(metavar="N", help="The version to go back to; if not given, the one before.", show_default=False)
+]
+
 
 @app.command()
 def run(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
@@ -76,7 +80,7 @@ def publish(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A
 @app.command()
 def rollback(
     job: JobFile,
-    to: Annotated[int, typer.Option(metavar="N", help="The version; without, the one before the live one.")] = 0,
+    to: To = 0,
     set: Overrides = [],  # noqa: A002, B006
     debug: Debug = False,
 ):

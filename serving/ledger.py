@@ -130,7 +130,7 @@ def _row(manifest, published_at):
 
 
 def _fingerprint(manifest):
-    """Tells one candidate from another of the same number. What publishing may add, such as `forced`, does not count."""
+    """Tells one candidate from another of the same number; `forced` does not count, which publishing may add."""
     identity = [manifest.name, manifest.version, manifest.created, manifest.export_key, manifest.files]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

@@ -64,15 +64,18 @@ def _describe_row(number, row):
 
 def _line(number, row, size, state, remarks):
     """One cell per column; `row` is one of the ledger, or a manifest's values, and may be damaged."""
-    values = {key: row.get(key) if isinstance(row.get(key), dict) else {} for key in ("metrics", "forced", "republished")}
-    figures = [values["metrics"].get(name) for name in ("accuracy", "macro_f1", "loss")]
-    forced, republished = values["forced"], values["republished"]
+    metrics, forced, republished = (_dict(row.get(key)) for key in ("metrics", "forced", "republished"))
+    figures = [metrics.get(name) for name in ("accuracy", "macro_f1", "loss")]
     if forced:
         remarks = [*remarks, f"forced by {forced.get('by')}: {_join(forced.get('reasons'))}"]
     if republished:
         remarks = [*remarks, f"rollback to {republished.get('from')} by {republished.get('by')}"]
     cells = [number, _time(row.get("created")), _time(row.get("published_at")), *map(_figure, figures), size, state]
-    return [*map(str, cells), " ".join("; ".join(remarks).split())]
+    return [*(str(cell) or "-" for cell in cells), " ".join("; ".join(remarks).split())]
+
+
+def _dict(value):
+    return value if isinstance(value, dict) else {}
 
 
 def _join(reasons):

@@ -4,7 +4,6 @@ The copy differs from the old version in its number alone, which the manifest an
 fresh process makes sure of that, and that both give the same answers, before the copy becomes visible.
 """
 
-import dataclasses
 import datetime
 import getpass
 import json
@@ -53,7 +52,8 @@ def rollback(model_dir, number, note, warn):
         source = _choose(model_dir, number)
         live = list(versions(model_dir).values())[-1]
         if _is_whole(live) and _origin(live) == _origin(source):
-            note(f"nothing to do: {live} is live, and is version {_origin(source)}")
+            copy = "" if live == source else f"; it is a copy of version {_origin(live)}"
+            note(f"nothing to do: {live} is live already{copy}")
             return live
         target = model_dir / str(next_version(model_dir))
         note(f"publishing {source} again as {target}, checked in a fresh process")
