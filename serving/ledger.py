@@ -30,11 +30,11 @@ class Ledger:
         problem: what was wrong with the file, as one line, "" when nothing was.
     """
 
-    def __init__(self, model_dir, values, rows):
+    def __init__(self, model_dir, values, rows, is_damaged):
         """Use `read`."""
         self._model_dir = model_dir
         self._values = values
-        self._is_damaged = False
+        self._is_damaged = is_damaged
         self.rows = rows
         self.problem = ""
 
@@ -47,13 +47,13 @@ class Ledger:
         """
         model_dir = Path(model_dir)
         path, rows = model_dir / LEDGER, ledger_rows(model_dir)
+        exists = os.path.lexists(path)
         values = None if path.is_dir() else read_json(path)
         is_ledger = isinstance(values, dict) and isinstance(values.get("versions"), dict)
-        ledger = cls(model_dir, values if is_ledger else {}, rows)
+        is_damaged = exists and not (is_ledger and len(rows) == len(values["versions"]))
+        ledger = cls(model_dir, values if is_ledger else {}, rows, is_damaged)
         found = ledger._compare_with_directory()
-        exists = os.path.lexists(path)
-        ledger._is_damaged = exists and not (is_ledger and len(rows) == len(values["versions"]))
-        if ledger._is_damaged or found and not exists:
+        if is_damaged or found and not exists:
             ledger.problem = (
                 f"{path} is {'damaged' if exists else 'missing'}: it is made anew from the versions that are there; "
                 "numbers of versions that were removed before may be lost"
