@@ -176,8 +176,9 @@ def compare(old, new):
     _require_equal(MANIFEST, *({**v, "version": 0, "files": list(v["files"]), "republished": 0} for v in values))
     for file in manifests[0].files:
         if _is_onnx(file):
-            graphs = (_without_version(p / file, m) for p, m in zip(directories, manifests, strict=True))
-            _require_equal(file, *graphs)
+            graphs = [onnx.load_model(path / file, load_external_data=False) for path in directories]
+            _require_equal(f"the version in {file}", _version(graphs[1]), str(manifests[1].version))
+            _require_equal(file, *map(_without_version, graphs))
         else:
             _require_equal(file, *(m.files[file] for m in manifests))
     for precision, file in ONNX_FILES.items():
@@ -190,10 +191,8 @@ def _require_equal(what, one, other):
         raise VerificationError(f"{what} differs")
 
 
-def _without_version(path, manifest):
-    """Bytes of an ONNX file but for its version, which must be that of the manifest."""
-    graph = onnx.load_model(path, load_external_data=False)
-    _require_equal(f"the version in {path.name}", _version(graph), str(manifest.version))
+def _without_version(graph):
+    """Bytes of an ONNX graph but for its version."""
     _set_version(graph, 0)
     return graph.SerializeToString(deterministic=True)
 

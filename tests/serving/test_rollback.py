@@ -180,7 +180,7 @@ def test_what_does_not_answer_alike_is_not_published(model_dir, monkeypatch):
     with pytest.raises(VerificationError, match=r"could not be shown to be the same: onnx/model.*\.onnx differs\. No"):
         _roll_back(model_dir)
     monkeypatch.setattr(set_version, lambda graph, number: None)
-    with pytest.raises(VerificationError, match=r"the version in model.*\.onnx differs\. Nothing was published"):
+    with pytest.raises(VerificationError, match=r"the version in onnx/model.*\.onnx differs\. Nothing was published"):
         _roll_back(model_dir)
     after = contents(model_dir)
     assert {k: v for k, v in after.items() if k != ".lock"} == {k: v for k, v in before.items() if k != ".lock"}
