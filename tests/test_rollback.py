@@ -36,11 +36,8 @@ def test_a_rolled_back_version_does_not_come_back_by_itself(published, tmp_path)
     assert contents(job.directory / "runs") == before
     assert Manifest.read(job.model_dir / "3").republished["from"] == 1
 
-    for command in ("run", "export", "publish"):
-        done = job.run(command=command)
-        assert (done.code, "nothing to do" in done.error) == (0, True)
     done = job.run()
-    assert "this job's version was rolled back, version 3 took its place" in done.error
+    assert (done.code, "this job's version was rolled back, version 3 took its place" in done.error) == (0, True)
     assert job.versions == ["1", "2", "3"]
     shutil.rmtree(job.model_dir / "2")  # nor when the bad version was thrown away
     for command in ("run", "export", "publish"):
