@@ -209,9 +209,15 @@ def test_compare_finds_other_files(model_dir, file, message):
         compare(model_dir / "2", target)
 
 
-def test_compare_finds_another_manifest(model_dir):
+def test_compare_finds_another_manifest_and_damage(model_dir):
     target, _ = _roll_back(model_dir)
     compare(model_dir / "2", target)
+    for damaged in (target, model_dir / "2"):
+        content = (damaged / "saved_model.pb").read_bytes()
+        (damaged / "saved_model.pb").write_bytes(b"damaged")
+        with pytest.raises(ArtifactError, match=r"saved_model\.pb is damaged"):
+            compare(model_dir / "2", target)
+        (damaged / "saved_model.pb").write_bytes(content)
     dataclasses.replace(Manifest.read(target), labels=["c", "b", "a"]).write(target)
     with pytest.raises(VerificationError, match=r"manifest\.json differs"):
         compare(model_dir / "2", target)
