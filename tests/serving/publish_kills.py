@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.contract import MANIFEST, Manifest, next_version
+from pipeline.contract import MANIFEST, Manifest, ledger_rows, next_version
 from serving.ledger import Ledger
 from serving.publish import publish
 
@@ -74,9 +74,10 @@ def _watch(model_dir):
 
 
 def _attempt(candidate, model_dir, operation=0, delay_s=None):
-    """Publishes in a forked process that is killed at a file operation or after a time; returns how many it made.
+    """Publishes in a forked process that is killed at a file operation or after a time.
 
-    None when it was killed.
+    Returns:
+        (file operations that it made, or None when it was killed; its process id).
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -95,7 +96,7 @@ def _attempt(candidate, model_dir, operation=0, delay_s=None):
         count = f.read()
     if code not in (0, -signal.SIGKILL):
         raise AssertionError(f"exit code {code}")
-    return int(count) if code == 0 else None
+    return int(count) if code == 0 else None, pid
 
 
 def _on_operation(directory, call):
@@ -128,7 +129,7 @@ def _publish(candidate, model_dir, kills, seed):
     for _ in range(KEEP + 1):  # the last one also removes an old one, as all later ones will
         candidate_of(version)
         started = time.monotonic()
-        operations = _attempt(candidate, model_dir)
+        operations, _ = _attempt(candidate, model_dir)
         duration = time.monotonic() - started
         version += 1
     while sum(a["killed"] for a in attempts) < kills:
@@ -136,18 +137,20 @@ def _publish(candidate, model_dir, kills, seed):
         moments = (
             {"delay_s": rng.uniform(0, duration)},
             {"operation": rng.randint(1, operations)},
-            {"operation": rng.randint(operations - LAST, operations)},
+            {"operation": operations - LAST + 2 * (len(attempts) // 4) % (LAST + 1)},
         )
-        killed = _attempt(candidate, model_dir, **moments[(0, 1, 0, 2)[len(attempts) % 4]]) is None
+        made_operations, pid = _attempt(candidate, model_dir, **moments[(0, 1, 0, 2)[len(attempts) % 4]])
         left = os.listdir(model_dir)
+        started = [name for name in left if name.startswith(f".staged-{version}-")]
         attempts.append(
             {
-                "killed": killed,
+                "killed": made_operations is None,
                 "version": version,
                 "visible": str(version) in left,
                 "is_free": Ledger.read(model_dir).is_free(Manifest.read(candidate)),
+                "is_used": str(version) in left or bool(started) or version in ledger_rows(model_dir),
                 "next": next_version(model_dir),
-                "left": [name for name in left if name.startswith(".staged-")],
+                "left": [name for name in left if f"-{pid}" in name],
             }
         )
         version += str(version) in left
