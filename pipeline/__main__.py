@@ -1,4 +1,4 @@
-"""Command line: `python -m pipeline run|check|prepare|train|evaluate|export|publish JOB.toml [--set …]`."""
+"""Command line: `python -m pipeline run|check|prepare|…|publish|rollback|versions JOB.toml [--set …]`."""
 
 import contextlib
 import os

@@ -1,5 +1,6 @@
 """The commands of `python -m pipeline`: their options, their signals and the exit code each of them ends with."""
 
+import contextlib
 import signal
 import sys
 import tempfile
@@ -28,6 +29,10 @@ Overrides = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is kept aside.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+To = Annotated[
+    int, typer.Option(metavar="N", help="The version to go back to; if not given, the one before.", show_default=False)
+]
 
 
 @app.command()
@@ -72,8 +77,28 @@ def publish(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A
     _execute(Job.publish, job, set, debug)
 
 
-def _execute(stage, path, overrides, debug, fresh=False):
-    """Runs one stage and ends the process with the exit code of what happened."""
+@app.command()
+def rollback(
+    job: JobFile,
+    to: To = 0,
+    set: Overrides = [],  # noqa: A002, B006
+    debug: Debug = False,
+):
+    """Publishes an old version again under a new number. Needs neither the run directory nor the data."""
+    _execute(lambda job: job.rollback(to), job, set, debug, locks_run=False)
+
+
+@app.command()
+def versions(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+    """Lists the versions with their figures, and says which is live."""
+    _execute(Job.list_versions, job, set, debug, locks_run=False)
+
+
+def _execute(stage, path, overrides, debug, fresh=False, locks_run=True):
+    """Runs one stage and ends the process with the exit code of what happened.
+
+    What has nothing to do with the run directory does not lock the run: it may be urgent while a training goes on.
+    """
     console = Console()
     interruptions = []
 
@@ -102,7 +127,7 @@ def _execute(stage, path, overrides, debug, fresh=False):
     try:
         try:
             job = Job(load_job(path, overrides), console, fresh, stop)
-            with job.at_work():
+            with job.at_work() if locks_run else contextlib.nullcontext():
                 job.do(stage)
                 stop()
         finally:

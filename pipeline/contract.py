@@ -38,6 +38,14 @@ ONNX_TEXT = "onnx/model.text.onnx"
 SAVED_MODEL = "saved_model.pb"
 WARMUP = "assets.extra/tf_serving_warmup_requests"
 
+# Beside the versions in base_path/name.
+LEDGER = "versions.json"  # every number that a version was given; see serving.ledger
+STAGED = ".staged-"  # begins the names of what is half-written or half-deleted; no server reads one as a number
+MAX_VERSION = 2**63 - 1
+# TensorFlow Serving reads names with absl::SimpleAtoi: blanks around, a sign, decimal digits, int64. Ours are positive.
+_NUMBER = re.compile(r"[ \t\n\v\f\r]*\+?([0-9]+)[ \t\n\v\f\r]*")
+_STAGED_NUMBER = re.compile(re.escape(STAGED) + "(.+)-[0-9]+(-removed|-replaced)?", re.DOTALL)
+
 # Keys of the ONNX `metadata_props`; every value is a string, labels a JSON list in index order.
 ONNX_METADATA = ("name", "version", "labels", "max_length", "pad_id", "tokenizer_sha256")
 
@@ -73,6 +81,8 @@ class Manifest:
         graphs: per ONNX file, what the exporter counted in it, e.g. fused operators.
         label_counts: label -> training rows.
         forced: empty, or who published against the gate: {"by", "at", "reasons"}.
+        republished: empty, or for a copy that a rollback made: {"from", "by", "at"}, `from` being the first version
+            with these weights.
     """
 
     name: str
@@ -94,6 +104,7 @@ class Manifest:
     graphs: dict = dataclasses.field(default_factory=dict)
     label_counts: dict = dataclasses.field(default_factory=dict)
     forced: dict = dataclasses.field(default_factory=dict)
+    republished: dict = dataclasses.field(default_factory=dict)
 
     def write(self, version_dir):
         """Writes `manifest.json` into `version_dir`."""
@@ -157,22 +168,54 @@ def list_files(version_dir):
 def versions(model_dir):
     """Returns number -> path of the published versions under `base_path/name`, ascending; the last one is live.
 
-    A version is a directory whose name is a decimal number, as TensorFlow Serving reads it: `0009` is 9.
+    A version is a directory, or a link to one, whose name is a number as TensorFlow Serving reads it: `0009` is 9. Of
+    two with one number it takes the name that sorts last, and so do we.
     """
     root = Path(model_dir)
-    found = [p for p in root.iterdir() if p.is_dir() and _is_number(p.name)] if root.is_dir() else []
-    return {int(p.name): p for p in sorted(found, key=lambda p: int(p.name))}
+    found = [(version_number(p.name), p.name, p) for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
+    return {number: path for number, _, path in sorted(f for f in found if f[0] is not None)}
+
+
+def version_number(name):
+    """Returns the number that TensorFlow Serving reads in the name of an entry of `base_path/name`, None for none."""
+    match = _NUMBER.fullmatch(name)
+    return int(match[1]) if match and int(match[1]) <= MAX_VERSION else None
 
 
 def next_version(model_dir):
-    """Returns one above the highest number that any entry of `base_path/name` is named, 1 for the first."""
+    """Returns one above every number that was ever given to a version of `base_path/name`, 1 for the first.
+
+    Counted are entries of any kind that are named as a number, half-written and half-deleted ones, and the ledger.
+
+    Raises:
+        ArtifactError: the highest number has been given away.
+    """
+    highest = max([*entry_numbers(model_dir), *ledger_rows(model_dir)], default=0)
+    if highest >= MAX_VERSION:
+        raise ArtifactError(
+            f"no version number is left in {model_dir}: {highest} is the highest that a server reads. Remove the entry "
+            f"of that name, and its line in {LEDGER}, if it is no version of yours, or publish to another base_path."
+        )
+    return highest + 1
+
+
+def entry_numbers(model_dir, staged=True):
+    """Returns the numbers that entries of `base_path/name` are named, of any kind, whole or (if `staged`) not."""
     root = Path(model_dir)
     names = [p.name for p in root.iterdir()] if root.is_dir() else []
-    return max((int(name) for name in names if _is_number(name)), default=0) + 1
+    if staged:
+        names += [match[1] for match in map(_STAGED_NUMBER.fullmatch, names) if match]
+    return {number for number in map(version_number, names) if number is not None}
 
 
-def _is_number(name):
-    return name.isascii() and name.isdigit() and int(name) < 2**63  # what TensorFlow Serving reads as a version
+def ledger_rows(model_dir):
+    """Returns number -> row of `versions.json`; what is missing or damaged in it is left out."""
+    try:
+        rows = json.loads((Path(model_dir) / LEDGER).read_text(encoding="utf-8"))["versions"]
+        numbers = {name: version_number(name) for name in rows}
+        return {numbers[name]: row for name, row in rows.items() if numbers[name] and isinstance(row, dict)}
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _reason(error):

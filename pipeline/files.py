@@ -7,9 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from pipeline.contract import STAGED
 from pipeline.errors import JobError, LockHeld
-
-_STAGED = ".staged-"
 
 
 def fsync_tree(directory):
@@ -37,8 +36,8 @@ def staged_directory(target):
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    staged = target.parent / f"{_STAGED}{target.name}-{os.getpid()}"
-    replaced = target.parent / f"{_STAGED}{target.name}-{os.getpid()}-replaced"
+    staged = target.parent / f"{STAGED}{target.name}-{os.getpid()}"
+    replaced = target.parent / f"{STAGED}{target.name}-{os.getpid()}-replaced"
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
     try:
@@ -69,17 +68,22 @@ def require_directory(path, key):
 
 def remove_staged(directory):
     """Removes what processes that died left half-written in `directory`. Call it under its lock."""
-    for path in Path(directory).glob(_STAGED + "*"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    for path in Path(directory).glob(STAGED + "*"):
+        remove(path)
+
+
+def remove(path):
+    """Removes a file, a directory with all in it, or a link, but never what the link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_atomic(path, data):
     """Writes `data` (str or bytes) to `path` so that a reader sees the old or the new content, never a part."""
     path = Path(path)
-    staged = path.parent / f"{_STAGED}{path.name}-{os.getpid()}"
+    staged = path.parent / f"{STAGED}{path.name}-{os.getpid()}"
     try:
         with open(staged, "wb") as f:
             f.write(data.encode("utf-8") if isinstance(data, str) else data)

@@ -20,6 +20,7 @@ from pipeline.contract import Manifest, next_version, versions
 from pipeline.errors import ArtifactError, JobError, PipelineError
 from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
 from pipeline.identity import JOB, another_job, changes, identity, read_record
+from serving.ledger import Ledger
 
 EVALUATION = "evaluation/report.json"
 CANDIDATE = "candidate"
@@ -75,6 +76,14 @@ class Job:
         """Does what is left to do: prepare, train, evaluate, export, publish; prints a summary."""
         self._open_run()
         require_directory(self.config.model_dir, "publish.base_path")
+        replaced_by = self._rolled_back()
+        if replaced_by:
+            shutil.rmtree(self.run_dir / CANDIDATE, ignore_errors=True)
+            self.console.note(
+                f"nothing to do: this job's version was rolled back, version {replaced_by} took its place. New data or "
+                "another job makes a new version, and so does --fresh"
+            )
+            return
         if self._published() is None:
             for stage in (self.prepare, self.train, self.evaluate, self.export, self.publish):
                 stage()
@@ -133,7 +142,7 @@ class Job:
     def export(self):
         """Builds and verifies the candidate version."""
         report = self._require_evaluated()
-        if self._published() is not None or self._candidate() is not None:
+        if self._is_published() or self._candidate() is not None:
             self.console.note("nothing to do: this job's version is there")
             return
         self._start_tensorflow()
@@ -153,7 +162,7 @@ class Job:
         from serving.publish import publish
 
         report = self._require_evaluated()
-        if self._published() is not None:
+        if self._is_published():
             self.console.note("nothing to do: this job's version is published")
             return
         manifest = self._candidate()
@@ -164,9 +173,26 @@ class Job:
             )
         self._ask_gate(report)  # the live version may be another one by now
         keep_versions = self.config.publish.keep_versions
-        target = publish(self.run_dir / CANDIDATE, self.config.model_dir, keep_versions)
+        target = publish(self.run_dir / CANDIDATE, self.config.model_dir, keep_versions, self.console.warn)
         shutil.rmtree(self.run_dir / CANDIDATE)
         self.console.note(f"published {target}")
+
+    # What is done with versions, without the run.
+
+    def rollback(self, number):
+        """Publishes an old version again under a new number; 0 is the one before the live one."""
+        from serving.rollback import rollback
+
+        require_directory(self.config.model_dir, "publish.base_path")
+        target = rollback(self.config.model_dir, number, self.console.note, self.console.warn)
+        self.console.result(f"live: {target}")
+
+    def list_versions(self):
+        """Prints a table of the versions."""
+        from serving.listing import table
+
+        for line in table(self.config.model_dir, self.console.warn):
+            self.console.result(line)
 
     # What a worker beside the chief does.
 
@@ -196,7 +222,7 @@ class Job:
         if self.fresh:
             return False
         best = checkpoint.finished_best(self.run_dir, self.train_key, self.config.training)
-        return best is not None or self._published() is not None
+        return best is not None or self._is_published()
 
     def _leave_cluster(self):
         """Runs the rest of the command in a new program in this process.
@@ -293,22 +319,38 @@ class Job:
             manifest.check_files(self.run_dir / CANDIDATE)
         except ArtifactError:
             return None
-        current = manifest.export_key == self.export_key and manifest.version == next_version(self.config.model_dir)
+        current = manifest.export_key == self.export_key and Ledger.read(self.config.model_dir).is_free(manifest)
         return manifest if current else None
+
+    def _is_published(self):
+        """True when this job's version is there, or was until a rollback."""
+        return self._published() is not None or bool(self._rolled_back())
 
     def _published(self):
         """The path of the version that this job became, if it is there and whole, else None."""
-        floor = (read_record(self.run_dir / RUN, "above_version") or {"above_version": 0})["above_version"]
-        floor = floor if isinstance(floor, int) else 0  # a damaged record counts as none
         for version, path in reversed(versions(self.config.model_dir).items()):
             try:
                 manifest = Manifest.read(path)
-                if version > floor and manifest.export_key == self.export_key:
+                if version > self._floor() and manifest.export_key == self.export_key:
                     manifest.check_files(path)
                     return path
             except ArtifactError:
                 continue
         return None
+
+    def _rolled_back(self):
+        """The number of the version that a rollback put in the place of this job's, 0 for none.
+
+        The ledger knows it even when the bad version has been removed: it must not come back by itself.
+        """
+        rows = {n: row for n, row in Ledger.read(self.config.model_dir).rows.items() if not row.get("pending")}
+        mine = [n for n, row in rows.items() if n > self._floor() and row.get("export_key") == self.export_key]
+        return max((n for n, row in rows.items() if mine and n > max(mine) and row.get("republished")), default=0)
+
+    def _floor(self):
+        """Versions up to this number were there before this run."""
+        floor = (read_record(self.run_dir / RUN, "above_version") or {"above_version": 0})["above_version"]
+        return floor if isinstance(floor, int) else 0  # a damaged record counts as none
 
     # Work of the stages.
 

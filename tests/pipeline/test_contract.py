@@ -108,7 +108,7 @@ def test_keys_of_later_versions_are_ignored(version_dir):
     assert Manifest.read(version_dir).name == "t"
 
 
-_OPTIONAL = {"graphs", "label_counts", "forced"}
+_OPTIONAL = {"graphs", "label_counts", "forced", "republished"}
 
 
 @pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(Manifest) if f.name not in _OPTIONAL])
@@ -165,11 +165,70 @@ def test_versions(tmp_path):
     assert contract.versions(tmp_path / "absent") == {}
     assert contract.next_version(tmp_path / "absent") == 1
     assert contract.next_version(tmp_path) == 1
-    for name in ("1", "10", "0009", "11.tmp", "-12", "1e3", ".staged-13-99", "١٤", "²"):
+    for name in ("1", "10", "0009", "11.tmp", "-12", "1e3", "١٤", "²"):
         (tmp_path / name).mkdir()
+    assert contract.next_version(tmp_path) == 11
     (tmp_path / "12").write_text("a file, not a version")
     assert [(n, p.name) for n, p in contract.versions(tmp_path).items()] == [(1, "1"), (9, "0009"), (10, "10")]
     assert contract.next_version(tmp_path) == 13
+    (tmp_path / ".staged-13-99").mkdir()
+    (tmp_path / ".staged-0014-99-removed").mkdir()
+    assert contract.next_version(tmp_path) == 15
+    assert list(contract.versions(tmp_path)) == [1, 9, 10]
+    (tmp_path / "versions.json").write_text('{"versions": {"20": {"removed_at": "2025-01-01"}}}')
+    assert contract.next_version(tmp_path) == 21
+    rows = '{"versions": {"x": {}, "-30": {}, "31": 1, "0": {}}}'
+    for damaged in ("", "[]", "{", "32", '{"versions": 33}', '{"versions": [34]}', rows):
+        (tmp_path / "versions.json").write_text(damaged)
+        assert contract.next_version(tmp_path) == 15
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("7", 7),
+        ("007", 7),
+        ("+7", 7),
+        (" 7", 7),
+        ("7\n", 7),
+        ("\t+07 ", 7),
+        ("20240101", 20240101),
+        ("9223372036854775807", 2**63 - 1),
+        ("9223372036854775808", None),
+        ("9" * 200, None),
+        ("-7", None),  # a server reads it as -7, which is below every version of ours
+        ("+ 7", None),
+        ("++7", None),
+        ("7_0", None),
+        ("0x7", None),
+        ("7.0", None),
+        ("7e1", None),
+        ("v7", None),
+        ("٧", None),
+        ("", None),
+        ("\u00a07", None),
+        (".staged-7-1", None),
+    ],
+)
+def test_names_that_a_server_reads_as_a_number(name, number):
+    """The rules of absl::SimpleAtoi for int64, which TensorFlow Serving uses."""
+    assert contract.version_number(name) == number
+
+
+@pytest.mark.parametrize("name", ["staged", "removed", "entry"])
+def test_the_highest_number_is_not_passed(tmp_path, name):
+    entry = {"staged": ".staged-{}-1", "removed": ".staged-{}-1-removed", "entry": "{}"}[name]
+    (tmp_path / entry.format(2**63 - 2)).mkdir()
+    assert contract.next_version(tmp_path) == 2**63 - 1
+    (tmp_path / entry.format(2**63 - 1)).mkdir()
+    with pytest.raises(ArtifactError, match="no version number is left in .*: 9223372036854775807 is the highest"):
+        contract.next_version(tmp_path)
+
+
+def test_of_two_with_one_number_the_last_name_counts(tmp_path):
+    for name in ("7", "07", "007"):
+        (tmp_path / name).mkdir()
+    assert contract.versions(tmp_path) == {7: tmp_path / "7"}
 
 
 @pytest.mark.parametrize(
