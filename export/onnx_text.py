@@ -5,9 +5,9 @@ their session. Never load it in a process that has imported TensorFlow; the two 
 
 How strings reach the graph:
 
-- NUL counts as a blank, as everywhere. But some interfaces of ONNX Runtime end a string at NUL before the graph sees it:
-  the C functions FillStringTensor and FillStringTensorElement and what is built on them, and in Python NumPy arrays of
-  dtype "U". Arrays of dtype object, and GetResizedStringTensorElementBuffer, which takes a length, keep it.
+- NUL counts as a blank, as everywhere. But some interfaces of ONNX Runtime end a string at NUL before the graph sees
+  it: the C functions FillStringTensor and FillStringTensorElement and what is built on them, and in Python NumPy arrays
+  of dtype "U". Arrays of dtype object, and GetResizedStringTensorElementBuffer, which takes a length, keep it.
 - Bytes that are not UTF-8, which only the C interface can pass, are taken as SentencePiece takes them, each for a
   character of its own that no piece holds. Python refuses a lone surrogate, and spells an object of type bytes as its
   repr: give str.
@@ -23,8 +23,8 @@ from pipeline.contract import PAD_ID, PROBABILITIES, TEXT, TOKEN_IDS
 CUSTOM_DOMAIN = "ai.onnx.contrib"
 _PREFIX = "tokenize/"
 
-# The operators of the extension end a string at NUL, so that none may reach them. Only a batch that has one pays for its
-# removal, text by text: a table of all texts' parts would be as wide as the text with the most of them.
+# The operators of the extension end a string at NUL, so that none may reach them. Only a batch that has one pays for
+# its removal, text by text: a table of all texts' parts would be as wide as the text with the most of them.
 _NUL_TO_BLANK = """
     without_nul = RegexFullMatch ({text})
     without_nul_int = Cast <to = 6> (without_nul)
