@@ -96,7 +96,8 @@ def exported(tmp_path_factory):
         classifier = build_classifier(sizes, tokenizer.vocab_size, 2, seed=0)
         export_saved_model(classifier, directory, ["a", "b"], model, max_length)
         (directory / "onnx").mkdir()
-        tiny = Tiny(tokenizer, np.zeros((tokenizer.vocab_size, 8), np.float32), *np.zeros((2, 8, 3), np.float32))
+        weights = (np.zeros(shape, np.float32) for shape in ((tokenizer.vocab_size, 8), (8, 3), (3,)))
+        tiny = Tiny(tokenizer, *weights)
         graph = build_text_graph(tiny.ids_model(), model, max_length)
         onnx.save(graph, directory / "onnx" / "model.text.onnx")
         found[name] = tokenizer, max_length, directory
