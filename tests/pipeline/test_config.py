@@ -342,7 +342,7 @@ def test_a_byte_order_mark_is_no_error(load):
     assert load("\ufeff" + MINIMAL).name == "movie-reviews"
 
 
-def test_portable_has_no_absolute_path():
+def test_portable_has_no_absolute_path(load):
     here = load(overrides=["work_dir=runs", "data.train=data/*.csv", "publish.base_path=../models"])
     assert here.portable() == here.resolved()
     there = load(
