@@ -8,8 +8,8 @@ How strings reach the graph:
 - NUL counts as a blank, as everywhere. But some interfaces of ONNX Runtime end a string at NUL before the graph sees
   it: the C functions FillStringTensor and FillStringTensorElement and what is built on them, and in Python NumPy arrays
   of dtype "U". Arrays of dtype object, and GetResizedStringTensorElementBuffer, which takes a length, keep it.
-- Bytes that are not UTF-8, which only the C interface can pass, are taken as SentencePiece takes them, each for a
-  character of its own that no piece holds. Python refuses a lone surrogate, and spells an object of type bytes as its
+- Each byte that is not UTF-8, which only the C interface can pass, counts as one unknown character (SentencePiece puts
+  U+FFFD in its place, after normalizing). Python refuses a lone surrogate, and spells an object of type bytes as its
   repr: give str.
 """
 

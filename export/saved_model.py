@@ -83,8 +83,8 @@ def export_saved_model(model, directory, labels, tokenizer_model, max_length):
     """Writes `saved_model.pb`, `variables/` and `assets/` into `directory`; equal arguments give equal bytes.
 
     With a tokenizer, the object that `tf.saved_model.load` returns also has `tokenize`: text string [B] -> the
-    token_ids int32 [B, T] that `serving_default` classifies. Bytes that are not UTF-8 are taken as SentencePiece takes
-    them, each for a character of its own that no piece holds; NUL counts as a blank.
+    token_ids int32 [B, T] that `serving_default` classifies. Each byte that is not UTF-8 counts as one unknown
+    character (SentencePiece puts U+FFFD in its place, after normalizing); NUL counts as a blank.
 
     Args:
         model: a built `EncoderClassifier`.
