@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx
 
 from export import onnx_text, saved_model, verify
+from export.model_card import write_model_card
 from export.onnx_graph import convert, make_metadata
 from export.quantize import MIN_AGREEMENT, quantize_int8
 from pipeline import dataset
@@ -71,7 +72,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
             metrics=report["test"],
             parity={},
             warnings=[],
-            job=job.resolved(),
+            job=job.portable(),
             data_fingerprint=report["data_fingerprint"],
             export_key=export_key,
             packages=package_versions(),
@@ -86,6 +87,9 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
         )
         parity = verify.verify(directory, cases)
         manifest = _without_poor_int8(dataclasses.replace(manifest, parity=parity), directory)
+        parameters = sum(weight.shape.num_elements() for weight in model.trainable_weights)
+        write_model_card(directory, manifest, dataset.load_report(data_dir), parameters)  # names the files that stayed
+        manifest = dataclasses.replace(manifest, files=list_files(directory))
         manifest.write(directory)
     return manifest
 

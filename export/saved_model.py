@@ -1,12 +1,17 @@
 """The SavedModel that TensorFlow Serving reads: token ids in, and text in with the tokenizer in the graph."""
 
+import collections
+from pathlib import Path
+
 import tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2
 
 from pipeline.contract import (
     LABEL,
     LOGITS,
     PAD_ID,
     PROBABILITIES,
+    SAVED_MODEL,
     SERVING_SIGNATURE,
     TEXT,
     TOKEN_IDS,
@@ -30,7 +35,7 @@ class _Servable(tf.Module):
 
     def __init__(self, model, labels, tokenizer_model, max_length):
         super().__init__()
-        self.variables_of_model = [v.value for v in model.variables]
+        self.weights_of_model = [v.value for v in model.weights]  # without the states of dropout
         self.classify = classify_function(model)
         self.classify_ids = self._checked(model.embedding.input_dim)
         self.signatures_to_save = {TOKEN_IDS_SIGNATURE: self.classify_ids, SERVING_SIGNATURE: self.classify_ids}
@@ -56,22 +61,30 @@ class _Servable(tf.Module):
         self.tokenizer = tensorflow_text.SentencepieceTokenizer(model=tokenizer_model, out_type=tf.int32)
 
         @tf.function(input_signature=[tf.TensorSpec([None], tf.string, TEXT)])
-        def classify_text(text):
+        def tokenize(text):
             text = tf.strings.regex_replace(text, r"\x00", " ")  # as pipeline.text does
             rows = self.tokenizer.tokenize(text)[:, :max_length]  # ragged [B, T]
             token_ids = rows.to_tensor(PAD_ID)
             # At least one position, as everywhere: a batch of empty texts has length 0 here.
             missing = tf.maximum(1 - tf.shape(token_ids)[1], 0)
-            token_ids = tf.pad(token_ids, [[0, 0], [0, missing]], constant_values=PAD_ID)
-            probabilities = self.classify(token_ids)[PROBABILITIES]
+            return tf.pad(token_ids, [[0, 0], [0, missing]], constant_values=PAD_ID)
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.string, TEXT)])
+        def classify_text(text):
+            probabilities = self.classify(tokenize(text))[PROBABILITIES]
             return {LABEL: tf.gather(self.labels, tf.argmax(probabilities, axis=-1)), PROBABILITIES: probabilities}
 
+        self.tokenize = tokenize
         self.classify_text = classify_text
         self.signatures_to_save[SERVING_SIGNATURE] = classify_text
 
 
 def export_saved_model(model, directory, labels, tokenizer_model, max_length):
-    """Writes `saved_model.pb`, `variables/` and `assets/` into `directory`.
+    """Writes `saved_model.pb`, `variables/` and `assets/` into `directory`; equal arguments give equal bytes.
+
+    With a tokenizer, the object that `tf.saved_model.load` returns also has `tokenize`: text string [B] -> the
+    token_ids int32 [B, T] that `serving_default` classifies. Each byte that is not UTF-8 counts as one unknown
+    character (SentencePiece puts U+FFFD in its place, after normalizing); NUL counts as a blank.
 
     Args:
         model: a built `EncoderClassifier`.
@@ -82,4 +95,50 @@ def export_saved_model(model, directory, labels, tokenizer_model, max_length):
         max_length: longest text, in tokens.
     """
     servable = _Servable(model, labels, tokenizer_model, max_length)
-    tf.saved_model.save(servable, str(directory), signatures=servable.signatures_to_save)
+    # A server computes no gradients; their functions would bear numbers that differ from export to export.
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    tf.saved_model.save(servable, str(directory), servable.signatures_to_save, options)
+    _make_stable(Path(directory))
+
+
+def _make_stable(directory):
+    """Removes what differs from export to export: TensorFlow's count of functions in their names, and a random UUID."""
+    (directory / "fingerprint.pb").unlink()  # holds the UUID; no loader needs the file
+    path = directory / SAVED_MODEL
+    saved = saved_model_pb2.SavedModel.FromString(path.read_bytes())
+    (meta_graph,) = saved.meta_graphs
+    library, objects = meta_graph.graph_def.library, meta_graph.object_graph_def
+    names = _stable_names([f.signature.name for f in library.function])
+    for function in library.function:
+        function.signature.name = names[function.signature.name]
+        for argument in function.arg_attr.values():
+            if "_user_specified_name" in argument.attr and argument.attr["_user_specified_name"].s.isdigit():
+                del argument.attr["_user_specified_name"]  # no user: the number of a captured tensor
+    library.function.sort(key=lambda f: f.signature.name)
+    nodes = [n for f in library.function for n in f.node_def] + list(meta_graph.graph_def.node)
+    for node in nodes:
+        node.attr.pop("_gradient_op_type", None)
+        for attribute in node.attr.values():
+            if attribute.HasField("func"):
+                attribute.func.name = names[attribute.func.name]
+    for node in objects.nodes:
+        if node.HasField("function"):
+            node.function.concrete_functions[:] = [names[n] for n in node.function.concrete_functions]
+        if node.HasField("bare_concrete_function"):
+            bare = node.bare_concrete_function
+            bare.concrete_function_name = names[bare.concrete_function_name]
+    concrete = {names[n]: f.SerializeToString() for n, f in objects.concrete_functions.items()}
+    objects.concrete_functions.clear()
+    for name, function in concrete.items():
+        objects.concrete_functions[name].ParseFromString(function)
+    path.write_bytes(saved.SerializeToString(deterministic=True))
+
+
+def _stable_names(names):
+    """Returns name -> name in which the number of all functions so far is one among those of its kind, from 0."""
+    parts = sorted(((*name.rpartition("_")[::2], name) for name in names), key=lambda p: int(p[1]))
+    numbers, stable = collections.Counter(), {}
+    for kind, _, name in parts:
+        stable[name] = f"{kind}_{numbers[kind]}"
+        numbers[kind] += 1
+    return stable

@@ -198,6 +198,21 @@ class JobConfig(_Section):
         """Returns the job with every default filled in, as plain JSON values."""
         return self.model_dump(mode="json")
 
+    def portable(self):
+        """Returns `resolved` with each absolute path cut to its last part, which tells nothing of this machine."""
+
+        def cut(value):
+            if isinstance(value, list):
+                return [cut(path) for path in value]
+            return Path(value).name if Path(value).is_absolute() else value
+
+        job = self.resolved()
+        job["work_dir"] = cut(job["work_dir"])
+        paths = {"data": ("train", "validation", "test"), "tokenizer": ("model_file",), "publish": ("base_path",)}
+        for section, keys in paths.items():
+            job[section] |= {key: cut(job[section][key]) for key in keys}
+        return job
+
 
 def load_job(path, overrides=()):
     """Reads a job file.

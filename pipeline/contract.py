@@ -73,7 +73,7 @@ class Manifest:
         metrics: the test figures of `evaluation/report.json`.
         parity: per artifact, the largest differences from the trained model that were seen.
         warnings: what a reader must know, e.g. an artifact left out and why.
-        job: the resolved job, as in `job.json`.
+        job: the resolved job, as in `job.json`; of an absolute path only its last part.
         data_fingerprint: SHA-256 over the contents and settings that made the data.
         export_key: SHA-256 over everything this version was made from.
         packages: package name -> version used for training and export.

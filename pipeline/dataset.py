@@ -32,8 +32,12 @@ def read_rows(pattern, text_column, label_column, require_labels=True):
     return rows.texts, rows.labels
 
 
-def data_fingerprint(job):
+def data_fingerprint(job, report=None):
     """Returns a SHA-256 (hex) over the contents of the input files and the settings that shape the data.
+
+    Args:
+        job: a `JobConfig`.
+        report: what `prepare` returned: its record of the input files and the tokenizer counts, none is opened.
 
     Raises:
         DataError: an input file is missing or cannot be read.
@@ -41,10 +45,14 @@ def data_fingerprint(job):
     """
     data = job.data.model_dump(mode="json")
     for split in SPLITS:
-        files = find_files(data[split]) if data[split] else []
-        data[split] = [(file_form(path), sha256_file(path)) for path in files]
-    model_file = job.tokenizer.model_file
-    tokenizer = _load_tokenizer(job).sha256 if model_file else (job.tokenizer.vocab_size, _needs_mask(job))
+        if report is None:
+            contents = [(path, sha256_file(path)) for path in (find_files(data[split]) if data[split] else [])]
+        else:
+            contents = [(path, content["sha256"]) for path, content in report["inputs"].get(split, {}).items()]
+        data[split] = [(file_form(path), digest) for path, digest in contents]
+    tokenizer = job.tokenizer.vocab_size, _needs_mask(job)
+    if job.tokenizer.model_file:
+        tokenizer = _load_tokenizer(job).sha256 if report is None else report["tokenizer_sha256"]
     return fingerprint(_FORMAT, data, tokenizer, job.model.max_length)
 
 

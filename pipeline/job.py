@@ -17,7 +17,7 @@ from pipeline.cluster import read_cluster
 from pipeline.config import fingerprint
 from pipeline.console import Console
 from pipeline.contract import Manifest, next_version, versions
-from pipeline.errors import ArtifactError, JobError, PipelineError
+from pipeline.errors import ArtifactError, DataError, JobError, PipelineError
 from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
 from pipeline.identity import JOB, another_job, changes, identity, read_record
 from serving.ledger import Ledger
@@ -237,7 +237,13 @@ class Job:
 
     @functools.cached_property
     def data_key(self):
-        return dataset.data_fingerprint(self.config)
+        try:
+            return dataset.data_fingerprint(self.config)
+        except (DataError, JobError):  # the input files may be gone: a single stage goes by what was made of them
+            report = read_record(self.data_dir / dataset.REPORT, "inputs", "tokenizer_sha256")
+            if report is None:
+                raise
+            return dataset.data_fingerprint(self.config, report)
 
     @functools.cached_property
     def train_key(self):
@@ -258,7 +264,8 @@ class Job:
 
     def _open_run(self):
         """Continues the run that is there, or starts a new one; an old one is set aside, not deleted."""
-        self.data_key  # noqa: B018 - an input that cannot be read is found before anything is touched
+        # An input that cannot be read is found before anything is touched.
+        self.data_key = dataset.data_fingerprint(self.config)
         resolved, is_new = self.config.resolved(), self.fresh
         if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
             changed, new_data = changes(self.config, self.run_dir, self.data_key, self.train_key)

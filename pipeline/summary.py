@@ -13,7 +13,7 @@ def lines(version_dir, data_report, evaluation_report):
     """
     manifest = Manifest.read(version_dir)
     test = manifest.metrics
-    parity = "; ".join(f"{name} {_describe_parity(figures)}" for name, figures in manifest.parity.items())
+    parity = "; ".join(f"{name} {describe_parity(figures)}" for name, figures in manifest.parity.items())
     rows = {
         "data": data_report and f"{describe_rows(data_report)}; {len(manifest.labels)} classes; "
         f"vocabulary {data_report['vocab_size']}",
@@ -46,7 +46,8 @@ def _artifacts(manifest):
     return [f"{file} ({manifest.files[file]['size'] / 1e6:.1f} MB)" for file in named if file in manifest.files]
 
 
-def _describe_parity(figures):
+def describe_parity(figures):
+    """Returns how near an artifact came to the trained model, from its figures in the manifest."""
     if "label_agreement" in figures:
         return f"{figures['label_agreement']:.1%} of labels"
     return f"within {figures['max_abs_difference']:.1e} in {figures['cases']} cases"

@@ -45,7 +45,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def well_formed(text):
     """Returns `text` with each lone surrogate, which UTF-8 cannot hold, as U+FFFD and each NUL as a blank.
 
-    The operators of ONNX Runtime Extensions end a string at NUL.
+    Some interfaces of ONNX Runtime end a string at NUL: it must not mean anything.
     """
     return _SURROGATE.sub("\ufffd", text).replace("\0", " ")
 

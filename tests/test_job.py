@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from pipeline.config import load_job
 from pipeline.contract import MANIFEST, Manifest, list_files, sha256_file
 from pipeline.text import Tokenizer
 from tests.jobs import (
@@ -170,7 +171,7 @@ def test_manifest_describes_every_file(published):
     assert (manifest.max_length, manifest.pad_id) == (16, 0)
     assert manifest.metrics == published.report["test"]
     assert {"saved_model", "onnx/model.onnx", "onnx/model.text.onnx"} <= set(manifest.parity)
-    assert manifest.job == json.loads((published.run_dir / "job.json").read_text())
+    assert manifest.job == load_job(published.file).portable()
     assert {"tensorflow", "keras", "tf2onnx", "onnx", "sentencepiece"} <= set(manifest.packages)
 
 

@@ -20,6 +20,8 @@ BATCHES = [
     ["", ""],
     ["", "   ", "\n"],
     ["good", ""],
+    ["\0", "\0good", "good\0film", "good\0", "\0\0", "", "plain", "line\0\nline"],
+    ["\0" * 1000, "很\0好"],
     ["good " * 3000, "很" * 3000, "\U0001f600" * 500],
     [],
 ]
@@ -65,6 +67,19 @@ def test_ids_equal_sentencepiece(tiny, tmp_path, max_length):
     model = build_text_graph(onnx.parser.parse_model(_ECHO), tiny.tokenizer.model, max_length)
     for texts, got in zip(BATCHES, _run(model, tmp_path, BATCHES), strict=True):
         np.testing.assert_array_equal(got, pad(tiny.tokenizer.encode(texts, max_length)))
+
+
+def test_numpy_arrays_of_other_types_do_not_hold_the_text(tiny, tmp_path):
+    """What the interface passes on is not the text: dtype U ends at NUL, bytes are spelled as their repr."""
+    onnx.save(build_text_graph(onnx.parser.parse_model(_ECHO), tiny.tokenizer.model, MAX_LENGTH), tmp_path / "m.onnx")
+    run = _RUN.split("batches =")[0] + """
+ids = lambda array: session.run(None, {"text": array})[0][0].tolist()
+print(json.dumps([ids(np.array(["good\\0film"])), ids(np.array(["good".encode()], dtype=object))]))
+"""
+    done = subprocess.run([sys.executable, "-c", run, tmp_path / "m.onnx"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    passed_on = tiny.tokenizer.encode(["good", "b'good'"], MAX_LENGTH)
+    assert json.loads(done.stdout) == [row.tolist() for row in passed_on]
 
 
 def test_probabilities_equal_oracle(tiny, tmp_path):

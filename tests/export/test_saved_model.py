@@ -7,7 +7,7 @@ import pytest
 
 from export.saved_model import export_saved_model
 from pipeline.text import pad
-from tests.jobs import LABELS, MAX_LENGTH, load_trained, published_job, run_python
+from tests.jobs import LABELS, MAX_LENGTH, contents, load_trained, published_job, run_python
 
 tf = pytest.importorskip("tensorflow")
 import tensorflow_text  # noqa: E402, F401 - registers the operations of the text signature
@@ -138,6 +138,14 @@ def test_the_tokenizer_lies_inside(job):
     assert (job.run_dir / "data" / "tokenizer.model").read_bytes() in (
         job.model_dir / "1" / "saved_model.pb"
     ).read_bytes() or any((job.model_dir / "1" / "assets").iterdir())
+
+
+def test_equal_models_give_equal_files_whatever_the_process_did_before(trained, job, tmp_path):
+    _, model, tokenizer, labels, _ = trained
+    export_saved_model(model, tmp_path, labels, tokenizer.model, MAX_LENGTH)
+    written, version = contents(tmp_path), contents(job.model_dir / "1")
+    assert written == {file: version[file] for file in written}
+    assert set(written) == {"saved_model.pb", "variables/variables.index", "variables/variables.data-00000-of-00001"}
 
 
 def test_without_text_there_is_no_tf_text_op(ids_only):

@@ -340,3 +340,24 @@ def test_odd_values_are_refused_by_name(refuse, override, expected):
 
 def test_a_byte_order_mark_is_no_error(load):
     assert load("\ufeff" + MINIMAL).name == "movie-reviews"
+
+
+def test_portable_has_no_absolute_path(load):
+    here = load(overrides=["work_dir=runs", "data.train=data/*.csv", "publish.base_path=../models"])
+    assert here.portable() == here.resolved()
+    there = load(
+        overrides=[
+            "work_dir=/srv/runs",
+            "data.train=['/srv/a/*.csv', 'b.csv']",
+            "data.test=/srv/test.csv",
+            "tokenizer.model_file=/srv/own.model",
+            "publish.base_path=/srv/models/",
+            "data.text_column=/text",
+        ]
+    )
+    portable = there.portable()
+    assert (portable["work_dir"], portable["publish"]["base_path"]) == ("runs", "models")
+    assert (portable["data"]["train"], portable["data"]["test"]) == (["*.csv", "b.csv"], "test.csv")
+    assert (portable["data"]["validation"], portable["tokenizer"]["model_file"]) == ("", "own.model")
+    assert portable["data"]["text_column"] == "/text"
+    assert portable["training"] == there.resolved()["training"]

@@ -154,6 +154,20 @@ def test_the_fingerprint_follows_content_and_settings_not_paths(tmp_path):
     assert len(digests | {first}) == len(others) + 2
 
 
+def test_the_fingerprint_of_a_report_needs_no_input_file(tmp_path):
+    files = [write_csv(tmp_path / name, TEXTS[i::2], LABELS[i::2]) for i, name in enumerate(("b.csv", "a.csv"))]
+    (tmp_path / "own.model").write_bytes(foreign_model())
+    for tokenizer in ({"vocab_size": 300}, {"model_file": f"{tmp_path}/own.model"}):
+        job = make_job(train=files, tokenizer=tokenizer)
+        report = dataset.prepare(job, tmp_path / "data")
+        gone = make_job(train=[path.replace(str(tmp_path), "/gone") for path in files], tokenizer=tokenizer)
+        assert dataset.data_fingerprint(gone, report) == dataset.data_fingerprint(job) == report["fingerprint"]
+        others = make_job(train=files, tokenizer=tokenizer, max_length=17), make_job(train=files, test_fraction=0.2)
+        assert report["fingerprint"] not in [dataset.data_fingerprint(other, report) for other in others]
+    (tmp_path / "own.model").unlink()
+    assert dataset.data_fingerprint(job, report) == report["fingerprint"]
+
+
 def test_changed_data_replaces_the_directory_and_a_failure_leaves_it(tmp_path):
     job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, LABELS))
     first = dataset.prepare(job, tmp_path / "data")
