@@ -58,7 +58,7 @@ def _head(manifest, data, parameters):
     labels = ", ".join(escape(label) for label in manifest.labels[:_MOST_CLASSES])
     more = f" and {len(manifest.labels) - _MOST_CLASSES} more" if len(manifest.labels) > _MOST_CLASSES else ""
     return [
-        f"# {manifest.name}, version {manifest.version}",
+        f"# {manifest.name}",  # without its number, which a rollback changes
         "",
         f"Gives a text one of {len(manifest.labels)} labels: {labels}{more}.",
         "",
@@ -160,16 +160,16 @@ def _usage(manifest):
         "TensorFlow Serving:",
         "",
         "```sh",
-        f"curl -s localhost:8501/v1/models/{manifest.name}/versions/{manifest.version}:predict \\",
+        f"curl -s localhost:8501/v1/models/{manifest.name}:predict \\",
         f"  -d '{json.dumps({'inputs': inputs})}'",
         "```",
         "",
-        "Python, from the directory above this one, without TensorFlow:",
+        "Python, from this directory, without TensorFlow:",
         "",
         "```python",
         "from serving.onnx_classifier import OnnxClassifier",
         "",
-        f'classifier = OnnxClassifier.load("{manifest.version}")',
+        'classifier = OnnxClassifier.load(".")',
         'for prediction in classifier.predict(["a text", "another"]):',
         "    print(prediction.label, prediction.probabilities)",
         "```",
@@ -184,7 +184,7 @@ def _usage(manifest):
         "",
         "options = onnxruntime.SessionOptions()",
         "options.register_custom_ops_library(onnxruntime_extensions.get_library_path())",
-        f'session = onnxruntime.InferenceSession("{manifest.version}/{ONNX_TEXT}", options)',
+        f'session = onnxruntime.InferenceSession("{ONNX_TEXT}", options)',
         'labels = json.loads(session.get_modelmeta().custom_metadata_map["labels"])',
         '(probabilities,) = session.run(["probabilities"], {"text": np.array(["a text", "another"], dtype=object)})',
         "print([labels[i] for i in probabilities.argmax(axis=1)])",
@@ -198,4 +198,5 @@ def _files(manifest):
         parity = manifest.parity.get("saved_model" if file == SAVED_MODEL else file)
         size, compared = manifest.files[file]["size"] / 1e6, describe_parity(parity) if parity else ""
         lines.append(f"| `{file}` | {size:.1f} | {_PURPOSE.get(file, '')} | {compared} |")
-    return [*lines, "", "`manifest.json` has all figures, settings, package versions and the SHA-256 of every file."]
+    rest = "`manifest.json`: the version's number, all figures and settings, package versions, SHA-256 of every file."
+    return [*lines, "", rest]
