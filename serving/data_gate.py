@@ -116,9 +116,9 @@ def _new_labels(manifest, labels):
 def _label_shifts(manifest, counts, most):
     # Among rows of labels that both have: one that is added on purpose takes its share from all others.
     old, new = _shares(manifest.labels, manifest.label_counts), _shares(manifest.labels, counts)
-    by_shift = sorted(manifest.labels, key=lambda label: -abs(new[label] - old[label]))
-    # A share of 0.7 that was 0.5 has moved by 0.2, though not in floats.
-    shifted = [label for label in by_shift if abs(new[label] - old[label]) > most + 1e-9]
+    # Rounded: a share of 0.7 that was 0.5 has moved by 0.2, though not in floats.
+    shifts = {label: round(abs(new[label] - old[label]), 9) for label in manifest.labels}
+    shifted = [label for label in sorted(shifts, key=shifts.get, reverse=True) if shifts[label] > most]
     if shifted:
         moves = [f"{label!r} from {old[label]:.1%} to {new[label]:.1%}" for label in shifted[:3]]
         yield (
