@@ -1,6 +1,5 @@
 """The whole job as its users start it: `python -m pipeline`, killed, started again, published, read by a service."""
 
-import csv
 import json
 import re
 import shutil
@@ -303,33 +302,6 @@ def test_worse_model_is_refused_and_let_pass_by_max_regression(published, tmp_pa
     assert job.versions == ["1", "2"]
     assert contents(job.model_dir / "1") == contents(published.model_dir / "1")
     Manifest.read(job.model_dir / "2").check_files(job.model_dir / "2")
-
-
-def test_new_data_makes_a_new_run_and_the_next_version(published, tmp_path):
-    """More rows, and a label that the live version does not know."""
-    keep = ["data", "checkpoints", "best", "metrics.jsonl", "evaluation"]
-    job = copy_trained(published, tmp_path, keep, training={"epochs": 3})
-    shutil.copytree(published.model_dir, job.model_dir)
-    extra = [(f"unclear undecided {text}", "unknown") for text, _ in make_rows(120, seed=5)]
-    make_job(tmp_path, make_rows(480) + extra)
-    done = job.run()
-    assert done.code == 0, done.stderr
-    assert "starting a new run (new data)" in done.stderr
-    assert job.versions == ["1", "2"]
-    assert contents(job.model_dir / "1") == contents(published.model_dir / "1")
-    assert Manifest.read(job.model_dir / "2").labels == ["bad", "good", "unknown"]
-    assert job.report["gate"]["live"]["version"] == 1
-    assert (job.run_dir.parent / "tiny.previous" / "best").is_dir()
-    assert job.leftovers() == []
-
-    # The data of last week again: its version is there, but not live, so it is trained and published anew.
-    rows = list(csv.reader(published.data_file.open(encoding="utf-8", newline="")))[1:]
-    write_csv(job.data_file, rows)
-    done = job.run("--set", "evaluation.max_regression=1.0")
-    assert done.code == 0, done.stderr
-    assert job.versions == ["1", "2", "3"]
-    assert Manifest.read(job.model_dir / "3").labels == ["bad", "good"]
-    assert "nothing to do" in job.run("--set", "evaluation.max_regression=1.0").stderr
 
 
 # A job that was changed.

@@ -6,8 +6,8 @@ import pytest
 from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
 from pipeline.errors import JobError
 
-# The table of the contract, and what the gate asks of labels, our log_every_steps, what spells or hides tokens anew each
-# epoch, and what shapes the objective and the step.
+# The table of the contract, and what the gate asks of labels, our log_every_steps, what spells or hides tokens anew
+# each epoch, and what shapes the objective and the step.
 DEFAULTS = """
 name = "movie-reviews"
 seed = 17
