@@ -91,7 +91,7 @@ class Gatekeeper:
         return gate
 
     def _check_data(self, data_dir):
-        from serving.gate import check_data
+        from serving.data_gate import check_data
 
         return check_data(self.config, dataset.load_labels(data_dir), _label_counts(data_dir))
 

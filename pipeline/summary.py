@@ -34,7 +34,7 @@ def describe_rows(data_report):
 def describe_gate(gate):
     """Returns what the gate of `serving.gate.check_gate` compared with; thresholds that are not set are said."""
     if not gate["passed"]:
-        return f"refused: {'; '.join(gate['reasons'])}"
+        return "refused"
     limit = [f"min_value {gate['min_value']}"] if gate["min_value"] else []
     live = [f"live version {gate['live']['version']} has {gate['live']['value']:.4f}"] if gate["live"] else []
     value = f"{gate['metric']} {gate['value']:.4f}"

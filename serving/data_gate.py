@@ -30,6 +30,42 @@ def live_labels(model_dir):
         ) from e
 
 
+def check_data(job, labels, counts):
+    """Asks the gate about labels and training rows alone; arguments as in `data_reasons`, returns an `answer`."""
+    reasons, notes = data_reasons(job, labels, counts)
+    live = live_version(job.model_dir)
+    return answer(job.evaluation, reasons, notes, None, "", live and {"version": live[0], "value": None})
+
+
+def answer(config, reasons, notes, value, artifact, live):
+    """Returns what the gate says, as `evaluation/report.json` keeps it.
+
+    Args:
+        config: a `pipeline.config.EvaluationConfig`.
+        reasons: sentences on why not to publish; none lets it pass.
+        notes: sentences on what was not compared.
+        value: of the chosen metric on the test rows; None before there is a model.
+        artifact: what it was measured on, e.g. "onnx/model.onnx".
+        live: None, or the live version's {"version", "value"} on the same rows; the value is None where there is none.
+
+    Returns:
+        These, the thresholds, "passed", and "forced", which is empty until `serving.gate.overruled` fills it.
+    """
+    return {
+        "passed": not reasons,
+        "reasons": reasons,
+        "notes": notes,
+        "metric": config.metric,
+        "value": value,
+        "artifact": artifact,
+        "min_value": config.min_value,
+        "max_regression": config.max_regression,
+        "max_label_shift": config.max_label_shift,
+        "live": live,
+        "forced": {},
+    }
+
+
 def data_reasons(job, labels, counts):
     """Tells what is wrong with the labels and the training rows of a model, whatever its figures are.
 

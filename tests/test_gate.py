@@ -152,7 +152,7 @@ def test_the_order_of_a_runs_labels_is_fixed_once_it_trains(published, tmp_path)
     assert done.code == 4
     assert "label indices would change their meaning (2 of 2, e.g. 0 from 'good' in live version 1" in done.last_line
     assert load_labels(data_dir) == ["bad", "good"]
-    assert contents(data_dir) == contents(published.run_dir / "data")
+    assert contents(data_dir / "train") == contents(published.run_dir / "data" / "train")
     assert snapshot(job.model_dir) == live
     assert job.run(command="train").code == 0
 

@@ -234,7 +234,9 @@ def test_labels_that_have_an_index_keep_it(tmp_path):
     assert dataset.load_labels(tmp_path / "data") == [*first, "new"]
     counts = report["splits"]["train"]["labels"]
     assert list(counts) == [*first, "new"] and counts["gone"] == 0 < min(counts[n] for n in ("pos", "neg", "new"))
-    assert "classes without a train row: 'gone'" in report["warnings"]
+    assert [w for w in report["warnings"] if "gone" in w] == [
+        f"classes without a {name} row: 'gone'" for name in ("train", "validation")
+    ]
     assert dataset.Split.load(tmp_path / "data", "test").labels.tolist() == [0, 1]
     rows = dataset.Split.load(tmp_path / "data", "train")
     assert [[*first, "new"][i] for i in rows.labels] == [names[i] for i in rows.rows]
@@ -256,6 +258,11 @@ def test_one_class_is_enough_where_the_others_have_an_index(tmp_path):
             dataset.prepare(job, tmp_path / "data", first)
     report = dataset.prepare(job, tmp_path / "data", ["neg", "pos"])
     assert report["splits"]["train"]["labels"] == {"neg": 0, "pos": report["splits"]["train"]["rows"]}
+    # Nor need there be a training row of it where other splits have some.
+    in_test = split_rows(from_rows(TEXTS), 0.1, 0.1)[0]["test"].texts
+    job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, ["neg" if t in in_test else "pos" for t in TEXTS]))
+    report = dataset.prepare(job, tmp_path / "data", ["neg", "pos"])
+    assert report["splits"]["train"]["labels"]["neg"] == 0 < report["splits"]["test"]["labels"]["neg"]
 
 
 def test_a_tokenizer_of_the_users_own(tmp_path):

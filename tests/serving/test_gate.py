@@ -12,8 +12,8 @@ from pipeline.config import JobConfig
 from pipeline.contract import Manifest
 from pipeline.errors import ArtifactError
 from serving import gate as gates
-from serving.data_gate import live_labels
-from serving.gate import check_data, check_gate, measure_live, overruled
+from serving.data_gate import check_data, live_labels
+from serving.gate import check_gate, measure_live, overruled
 from tests.serving.tiny import LABELS, TEXTS, Tiny
 
 COUNTS = dict(zip(LABELS, (40, 40, 20), strict=True))
@@ -83,6 +83,13 @@ def test_without_a_live_version_only_the_minimum_counts_and_what_is_missing_is_s
         assert gate["passed"] is passed
         assert gate["notes"] == ["no live version to compare with"]
     assert re.search(r"accuracy 0\.5556 is below evaluation\.min_value 0\.56: .* change that key", gate["reasons"][0])
+
+
+@pytest.mark.parametrize(("value", "passed"), [(0.1, True), (0.1 + 1e-7, True), (0.1 + 1e-5, False)])
+def test_rounding_refuses_nothing(tmp_path, gold, value, passed):
+    """The same weights have a somewhat different loss in another runtime."""
+    gate = _gate(tmp_path / "tiny", gold, {"loss": value}, metric="loss", min_value=0.1)
+    assert gate["passed"] is passed
 
 
 def test_figures_that_are_no_numbers_never_pass(tmp_path, gold):
@@ -251,7 +258,7 @@ def test_indices_that_would_change_their_meaning(live):
 
 def test_new_labels(live):
     labels = [*LABELS, "a new one"]
-    counts = _counts(40, 40, 20, 90, labels=labels)
+    counts = _counts(40, 40, 20, 900, labels=labels)
     (reason,) = _reasons(live(), labels, counts)
     assert "live version 3 does not have the labels 'a new one': set data.allow_new_labels = true" in reason
     # Allowed, it may take its share from all others.
