@@ -38,7 +38,8 @@ def describe_gate(gate):
     limit = [f"min_value {gate['min_value']}"] if gate["min_value"] else []
     live = [f"live version {gate['live']['version']} has {gate['live']['value']:.4f}"] if gate["live"] else []
     value = f"{gate['metric']} {gate['value']:.4f}"
-    return f"passed ({'; '.join([value, *limit, *live, *gate.get('notes', [])])})"
+    notes = gate.get("notes", [])  # reports of earlier runs lack them
+    return f"passed ({'; '.join([value, *limit, *live, *notes])})"
 
 
 def _describe_forced(forced):

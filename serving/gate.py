@@ -16,6 +16,7 @@ from serving.onnx_classifier import OnnxClassifier
 
 _ROUNDING = 1e-6  # in another runtime the same weights have another loss, and 0.8 - 0.7 is above 0.1
 
+
 def check_gate(job, labels, counts, metrics, artifact, live):
     """Decides whether a model may be published.
 
