@@ -1,5 +1,7 @@
 """The part of the gate that needs no model: labels and training rows against those of the live version."""
 
+import dataclasses
+
 from pipeline.contract import Manifest, versions
 from pipeline.errors import ArtifactError
 from pipeline.reading import join_some
@@ -83,7 +85,7 @@ def data_reasons(job, labels, counts):
         return reasons, ["no live version to compare with"]
     version, path = live
     try:
-        manifest = Manifest.read(path)
+        manifest = dataclasses.replace(Manifest.read(path), version=version)  # the directory's number counts
     except ArtifactError as e:
         return [*reasons, not_comparable(version, path, e)], []
     reasons += _lost_classes(manifest, counts)

@@ -242,6 +242,10 @@ def test_a_lost_class(live):
     (reason,) = _reasons(live(), LABELS, _counts(50, 50, 0))
     assert f"no training row is left of {LABELS[2]!r}, which live version 3 was trained on" in reason
     assert "--force" in reason
+    shutil.copytree(live() / "3", live() / "0012")
+    (reason,) = _reasons(live(), LABELS, _counts(50, 50, 0))
+    assert "which live version 12 was trained on" in reason
+    shutil.rmtree(live() / "0012")
     # Nor is a version from before counts were kept a way around.
     assert len(_reasons(live(label_counts={}), LABELS, _counts(50, 50, 0))) == 1
     # One that the live version was published without, by --force, is lost already.
