@@ -77,6 +77,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
             export_key=export_key,
             packages=package_versions(),
             source_revision=source_revision(),
+            label_counts=dataset.load_report(data_dir)["splits"]["train"]["labels"],
         )
         manifest.write(directory)
         note("reloading every artifact in fresh processes and comparing it with the trained model")

@@ -155,7 +155,10 @@ def check_labels(subject):
     )
     problems = []
     if absent := [label for label, n in zip(labels, counts, strict=True) if n == 0]:
-        problems.append(f"classes without a training row: {join_some(absent)}; add some or remove the label")
+        problems.append(
+            f"classes without a training row: {join_some(absent)}; the live version has them, and the gate refuses to "
+            "lose them: add rows, or publish with --force"
+        )
     if len(labels) < 2:
         problems.append("a single class leaves nothing to learn; see data.label_column")
     elif share > _MAJORITY_SHARE and subject.config.evaluation.metric == "accuracy":

@@ -28,6 +28,9 @@ Overrides = Annotated[
     list[str], typer.Option("--set", metavar="section.key=value", help="Overrides a key of the job file; repeatable.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is kept aside.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Publish although the gate refuses; the manifest records who did and why.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 To = Annotated[
@@ -36,9 +39,15 @@ To = Annotated[
 
 
 @app.command()
-def run(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
+def run(
+    job: JobFile,
+    set: Overrides = [],  # noqa: A002, B006
+    fresh: Fresh = False,
+    force: Force = False,
+    debug: Debug = False,
+):
     """Does all that is left: prepare, train, evaluate, export, publish. Run it again to go on."""
-    _execute(Job.run, job, set, debug, fresh)
+    _execute(Job.run, job, set, debug, fresh, force)
 
 
 @app.command()
@@ -72,9 +81,9 @@ def export(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A0
 
 
 @app.command()
-def publish(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+def publish(job: JobFile, set: Overrides = [], force: Force = False, debug: Debug = False):  # noqa: A002, B006
     """Renames the candidate into its place under base_path/name."""
-    _execute(Job.publish, job, set, debug)
+    _execute(Job.publish, job, set, debug, force=force)
 
 
 @app.command()
@@ -94,7 +103,7 @@ def versions(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: 
     _execute(Job.list_versions, job, set, debug, locks_run=False)
 
 
-def _execute(stage, path, overrides, debug, fresh=False, locks_run=True):
+def _execute(stage, path, overrides, debug, fresh=False, force=False, locks_run=True):
     """Runs one stage and ends the process with the exit code of what happened.
 
     What has nothing to do with the run directory does not lock the run: it may be urgent while a training goes on.
@@ -126,7 +135,7 @@ def _execute(stage, path, overrides, debug, fresh=False, locks_run=True):
         signal.signal(number, on_signal)
     try:
         try:
-            job = Job(load_job(path, overrides), console, fresh, stop)
+            job = Job(load_job(path, overrides), console, fresh, stop, force)
             with job.at_work() if locks_run else contextlib.nullcontext():
                 job.do(stage)
                 stop()

@@ -42,6 +42,7 @@ class DataConfig(_Section):
     label_column: str = "label"
     validation_fraction: Fraction = 0.1
     test_fraction: Fraction = 0.1
+    allow_new_labels: bool = False  # the gate: labels that the live version does not have may be published
 
     @pydantic.model_validator(mode="after")
     def _check(self):
@@ -122,6 +123,13 @@ class TrainingConfig(_Section):
     accumulate_batches: Positive = 1  # batches that make one optimizer step
     log_every_steps: Positive = 10
 
+    @pydantic.field_validator("class_weights", mode="before")
+    @classmethod
+    def _class_weights(cls, value):
+        if not isinstance(value, dict) and value not in ("none", "balanced"):
+            raise ValueError('must be "none", "balanced" or a table of a number for each label, e.g. { bad = 2.0 }')
+        return value
+
     @pydantic.model_validator(mode="after")
     def _check(self):
         if self.subword_regularization and self.subword_sampling:
@@ -137,6 +145,7 @@ class EvaluationConfig(_Section):
     metric: Literal["accuracy", "macro_f1", "loss"] = "accuracy"  # what "better" means
     min_value: float = 0.0  # the gate: publish nothing below (for loss: nothing above; 0 = off)
     max_regression: Annotated[float, Field(ge=0.0)] = 0.0  # allowed drop against the live version
+    max_label_shift: Share = 0.2  # allowed change of a label's share of the training rows, in points; 1 = off
 
     def is_better(self, value, other):
         """True when `value` of the chosen metric is strictly better than `other`."""

@@ -79,7 +79,7 @@ class Manifest:
         packages: package name -> version used for training and export.
         source_revision: git revision of the pipeline, "" when unknown.
         graphs: per ONNX file, what the exporter counted in it, e.g. fused operators.
-        label_counts: label -> training rows.
+        label_counts: label -> training rows, in index order; 0 for a class that was kept without rows.
         forced: empty, or who published against the gate: {"by", "at", "reasons"}.
         republished: empty, or for a copy that a rollback made: {"from", "by", "at"}, `from` being the first version
             with these weights.

@@ -43,7 +43,7 @@ def data_fingerprint(job, report=None):
         DataError: an input file is missing or cannot be read.
         JobError: `tokenizer.model_file` cannot be used.
     """
-    data = job.data.model_dump(mode="json")
+    data = job.data.model_dump(mode="json", exclude={"allow_new_labels"})  # that is a matter of the gate
     for split in SPLITS:
         if report is None:
             contents = [(path, sha256_file(path)) for path in (find_files(data[split]) if data[split] else [])]
@@ -56,16 +56,17 @@ def data_fingerprint(job, report=None):
     return fingerprint(_FORMAT, data, tokenizer, job.model.max_length)
 
 
-def prepare(job, data_dir):
+def prepare(job, data_dir, first_labels=()):
     """Makes `data_dir` from the job's input files; does nothing when it was made from equal ones.
 
-    Writes `tokenizer.model`, `labels.json` (sorted), `report.json` and per split `tokens.npy` (int32, flat, rows cut
-    at `model.max_length`), `offsets.npy` (int64 `[rows + 1]`), `labels.npy` (int32 `[rows]`), `rows.npy` (int64
-    `[rows]`, the row's number in its source) and `texts.jsonl` (a JSON string per row).
+    Writes `tokenizer.model`, `labels.json` (in the order of `order_labels`), `report.json` and per split `tokens.npy`
+    (int32, flat, rows cut at `model.max_length`), `offsets.npy` (int64 `[rows + 1]`), `labels.npy` (int32 `[rows]`),
+    `rows.npy` (int64 `[rows]`, the row's number in its source) and `texts.jsonl` (a JSON string per row).
 
     Args:
         job: a `JobConfig`.
         data_dir: becomes complete in one rename, or stays as it was.
+        first_labels: labels that have their index already, whether or not there are rows of them.
 
     Returns:
         The report, as in `report.json`.
@@ -76,13 +77,13 @@ def prepare(job, data_dir):
     """
     data_dir, key = Path(data_dir), data_fingerprint(job)
     stored = prepared(data_dir, key)
-    if stored is not None:
+    if stored is not None and _is_in_order(stored, first_labels):
         return stored
     data = job.data
     sources = {s: read_table(getattr(data, s), data.text_column, data.label_column) for s in SPLITS if getattr(data, s)}
     splits, removed = split_rows(sources, data.validation_fraction, data.test_fraction)
-    check_splits(sources, splits)
-    labels = sorted(set(splits["train"].labels))
+    check_splits(sources, splits, first_labels)
+    labels = order_labels(first_labels, splits["train"].labels)
     tokenizer = _tokenizer(job, splits["train"].texts)
     report = {
         "fingerprint": key,
@@ -117,6 +118,17 @@ def prepared(data_dir, key):
     files = list_files(data_dir)
     files.pop(REPORT)
     return report if files == report.get("files") else None
+
+
+def order_labels(first_labels, found):
+    """Returns the labels in index order: those that have an index already keep it, the others follow sorted."""
+    return [*first_labels, *sorted(set(found) - set(first_labels))]
+
+
+def _is_in_order(report, first_labels):
+    labels = report["splits"]["train"]["labels"]
+    found = [label for label in labels if any(split["labels"][label] for split in report["splits"].values())]
+    return list(labels) == order_labels(first_labels, found)
 
 
 def _tokenizer(job, texts):
@@ -231,10 +243,10 @@ def _describe_content(content):
 
 def _warnings(report):
     splits, found = report["splits"], []
-    few = [label for label, n in splits["train"]["labels"].items() if n < _FEW_ROWS]
+    few = [label for label, n in splits["train"]["labels"].items() if 0 < n < _FEW_ROWS]
     if few:
         found.append(f"classes with fewer than {_FEW_ROWS} training rows: {join_some(few)}")
-    for name in SPLITS[1:]:
+    for name in SPLITS:
         absent = [label for label, n in splits[name]["labels"].items() if n == 0]
         if absent:
             found.append(f"classes without a {name} row: {join_some(absent)}")

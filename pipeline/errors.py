@@ -20,7 +20,7 @@ class DataError(PipelineError):
 
 
 class GateRefused(PipelineError):
-    """The model is not good enough to be published."""
+    """A model, or the data it is or would be trained on, is not good enough to be published."""
 
     exit_code = 4
 

@@ -45,7 +45,8 @@ def metrics(probabilities, gold, labels):
         labels: C label strings.
 
     Returns:
-        rows, accuracy, macro_f1, loss (mean negative log-likelihood, nats), calibration_error, per_class (label ->
+        rows, accuracy, macro_f1 (the mean over the classes that have rows, so that models with other classes beside
+        them are measured alike), loss (mean negative log-likelihood, nats), calibration_error, per_class (label ->
         precision, recall, f1, support) and confusion_matrix (rows: right label, columns: predicted label).
     """
     probabilities = np.asarray(probabilities, np.float64)
@@ -58,7 +59,7 @@ def metrics(probabilities, gold, labels):
     return {
         "rows": len(gold),
         "accuracy": float((predicted == gold).mean()),
-        "macro_f1": float(f1.mean()),
+        "macro_f1": float(f1[support > 0].mean()),
         "loss": float(-np.log(np.maximum(right, np.finfo(np.float32).tiny)).mean()),
         "calibration_error": calibration_error(probabilities, gold),
         "per_class": {

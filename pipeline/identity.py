@@ -16,12 +16,12 @@ def identity(resolved):
     the way; it is part of `Job.result_key`.
     """
     without_effect = {
-        "data": {"train", "validation", "test"},
+        "data": {"train", "validation", "test", "allow_new_labels"},
         "training": {
             "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
             "strategy",
         },
-        "evaluation": {"min_value", "max_regression"},  # its metric chooses the best weights
+        "evaluation": {"min_value", "max_regression", "max_label_shift"},  # its metric chooses the best weights
     }
     shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}
     for section, keys in without_effect.items():

@@ -5,6 +5,7 @@ TensorFlow only when there is work for it, so a job that is all done, or wrong, 
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import shutil
@@ -17,13 +18,12 @@ from pipeline.cluster import read_cluster
 from pipeline.config import fingerprint
 from pipeline.console import Console
 from pipeline.contract import Manifest, next_version, versions
-from pipeline.errors import ArtifactError, DataError, JobError, PipelineError
+from pipeline.errors import ArtifactError, DataError, JobError, PipelineError, VerificationError
 from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
+from pipeline.gatekeeper import CANDIDATE, EVALUATION, Gatekeeper
 from pipeline.identity import JOB, another_job, changes, identity, read_record
 from serving.ledger import Ledger
 
-EVALUATION = "evaluation/report.json"
-CANDIDATE = "candidate"
 RUN = "run.json"
 
 _SHARED_DISK_S = 120.0  # network file systems show a new directory after up to a minute
@@ -37,10 +37,12 @@ class Job:
         console: shows notes and progress; see `pipeline.console`.
         fresh: start over although a run could be continued; the old run is kept aside.
         stop: called between steps; raises Interrupted when a signal came whose exception was lost on its way.
+        force: publish although the gate refuses, and record it in the manifest.
     """
 
-    def __init__(self, config, console, fresh=False, stop=lambda: None):
+    def __init__(self, config, console, fresh=False, stop=lambda: None, force=False):
         self.config = config
+        self.gatekeeper = Gatekeeper(config, console, force)
         self.stop = stop
         self.console = console
         self.fresh = fresh
@@ -85,7 +87,8 @@ class Job:
             )
             return
         if self._published() is None:
-            for stage in (self.prepare, self.train, self.evaluate, self.export, self.publish):
+            begin = (self._prepare_run, self._ask_about_data)
+            for stage in (*begin, self.train, self.evaluate, self.export, self.publish):
                 stage()
                 self.stop()
                 if self._in_cluster:
@@ -98,7 +101,8 @@ class Job:
     def check(self):
         """Shows, before hours are spent, whether this job can learn; raises CheckFailed. A run stays as it was."""
         with self._data_to_check() as data_dir:
-            self._prepare(data_dir)
+            self._prepare(data_dir, self._first_labels() if data_dir == self.data_dir else self._live_labels())
+            self.gatekeeper.warn(data_dir)
             self.stop()
             self._start_tensorflow()
             from pipeline.check import Subject, check
@@ -108,7 +112,8 @@ class Job:
     def prepare(self):
         """Makes `data/` from the input files."""
         self._open_run()
-        self._prepare(self.data_dir)
+        self._prepare_run()
+        self.gatekeeper.warn(self.data_dir)
 
     def train(self):
         """Trains, or goes on training, until the best weights are there. Raises JobError when the job has changed."""
@@ -120,6 +125,8 @@ class Job:
         if checkpoint.finished_best(self.run_dir, self.train_key, self.config.training) is not None:
             return
         (self.run_dir / EVALUATION).unlink(missing_ok=True)  # of fewer epochs; its presence says that a run is finished
+        # From here on checkpoints count on the order, whatever becomes of `data/` and of the live version.
+        self._record_run(labels=dataset.load_labels(self.data_dir))
         self._start_tensorflow()
         from pipeline.training import train
 
@@ -133,7 +140,7 @@ class Job:
         report = self._evaluation_report()
         if report is None:
             report = self._measure()
-        gate, test = self._ask_gate(report), report["test"]
+        gate, test = self.gatekeeper.ask_about_model(report), report["test"]
         self.console.note(
             f"test: accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}, "
             f"calibration error {test['calibration_error']:.4f}; gate {summary.describe_gate(gate)}"
@@ -151,14 +158,17 @@ class Job:
 
         model = load_best(self.config, self.run_dir, self.train_key)
         version = next_version(self.config.model_dir)
-        manifest = build_candidate(
-            self.config, self.run_dir, model, version, self.export_key, report, self._step
-        )
+        try:
+            manifest = build_candidate(
+                self.config, self.run_dir, model, version, self.export_key, report, self._step
+            )
+        except VerificationError as e:
+            raise self.gatekeeper.refusal_of_unverified(report, e) from e
         for line in manifest.warnings:
             self.console.warn(line)
 
     def publish(self):
-        """Publishes the candidate if the gate still lets it pass."""
+        """Publishes the candidate if the gate lets it pass; the live version may be another one by now."""
         from serving.publish import publish
 
         report = self._require_evaluated()
@@ -171,7 +181,9 @@ class Job:
                 f"{self.run_dir / CANDIDATE} holds no whole candidate of this job with the next version number. "
                 "Run `python -m pipeline export JOB.toml` first."
             )
-        self._ask_gate(report)  # the live version may be another one by now
+        gate = self.gatekeeper.ask_about_candidate(report)
+        if manifest.forced != gate["forced"]:
+            dataclasses.replace(manifest, forced=gate["forced"]).write(self.run_dir / CANDIDATE)
         keep_versions = self.config.publish.keep_versions
         target = publish(self.run_dir / CANDIDATE, self.config.model_dir, keep_versions, self.console.warn)
         shutil.rmtree(self.run_dir / CANDIDATE)
@@ -269,7 +281,7 @@ class Job:
         resolved, is_new = self.config.resolved(), self.fresh
         if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
             changed, new_data = changes(self.config, self.run_dir, self.data_key, self.train_key)
-            if (changed or new_data) and not self.fresh and not (self.run_dir / EVALUATION).exists():
+            if (changed or new_data) and not self.fresh and not self._is_measured():
                 raise another_job(self.run_dir, [*changed, *new_data])
             is_new = bool(changed or new_data) or self.fresh
             if is_new:
@@ -277,8 +289,12 @@ class Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for directory in (self.run_dir, (self.run_dir / EVALUATION).parent):
             remove_staged(directory)
-        if is_new:  # what an equal job published before, e.g. on the data of last week, does not count for this run
-            write_json(self.run_dir / RUN, {"above_version": next_version(self.config.model_dir) - 1})
+        if is_new:
+            # What an equal job published before, e.g. on the data of last week, does not count for this run. What is
+            # live does, if it was not to be made anew: a refused week may be followed by the data of the week before.
+            highest = next_version(self.config.model_dir) - 1
+            live = max(versions(self.config.model_dir), default=0)
+            self._record_run(above_version=highest if self.fresh else max(live - 1, 0))
         if read_json(self.run_dir / JOB) != resolved:
             write_json(self.run_dir / JOB, resolved)
         self.fresh = False
@@ -303,13 +319,44 @@ class Job:
         self.run_dir.rename(aside)
         self.console.note(f"starting a new run ({reason}); the one before is in {aside}")
 
+    def _record_run(self, **entries):
+        record = read_record(self.run_dir / RUN) or {}
+        if record != record | entries:
+            write_json(self.run_dir / RUN, record | entries)
+
+    def _first_labels(self):
+        """Labels that have their index already: those of this run once it trains, until then the live version's."""
+        if not (self.run_dir / checkpoint.CHECKPOINTS).exists():
+            return self._live_labels()
+        if (record := read_record(self.run_dir / RUN, "labels")) is not None:
+            return record["labels"]
+        if dataset.prepared(self.data_dir, self.data_key) is not None:
+            return dataset.load_labels(self.data_dir)
+        if versions(self.config.model_dir):
+            raise JobError(
+                f"the order of the labels that {self.run_dir / checkpoint.CHECKPOINTS} were trained with cannot be "
+                f"told, since {RUN} and data/ are lost or damaged. Start over with `python -m pipeline run JOB.toml "
+                "--fresh` (the old run is kept aside)."
+            )
+        return []
+
+    def _live_labels(self):
+        from serving.data_gate import live_labels
+
+        return live_labels(self.config.model_dir)
+
+    def _is_measured(self):
+        """True once there is a report on the weights; the one of a gate that refused the data is on the data alone."""
+        report = read_record(self.run_dir / EVALUATION, "gate")
+        return (self.run_dir / EVALUATION).exists() and (report is None or "test" in report)
+
     def _evaluation_report(self):
         report = read_record(self.run_dir / EVALUATION, "result_key", "test", "labels")
         return report if report is not None and report["result_key"] == self.result_key else None
 
     def _require_evaluated(self):
         report = self._evaluation_report()
-        if report is None:
+        if report is None or "gate" not in report:
             raise self._missing(EVALUATION, "evaluate")
         return report
 
@@ -361,8 +408,14 @@ class Job:
 
     # Work of the stages.
 
-    def _prepare(self, data_dir):
-        report = dataset.prepare(self.config, data_dir)
+    def _prepare_run(self):
+        self._prepare(self.data_dir, self._first_labels())
+
+    def _ask_about_data(self):
+        self.gatekeeper.ask_about_data(self._evaluation_report() or {})
+
+    def _prepare(self, data_dir, first_labels):
+        report = dataset.prepare(self.config, data_dir, first_labels)
         self.console.note(f"data: {summary.describe_rows(report)}; vocabulary {report['vocab_size']}")
         for line in report["warnings"]:
             self.console.warn(line)
@@ -398,18 +451,6 @@ class Job:
         (self.run_dir / EVALUATION).parent.mkdir(exist_ok=True)
         write_json(self.run_dir / EVALUATION, report)
         return report
-
-    def _ask_gate(self, report):
-        from serving.gate import check_gate, require_passed
-
-        texts = dataset.load_texts(self.data_dir, "test")
-        gold = dataset.Split.load(self.data_dir, "test").labels
-        gate = check_gate(
-            self.config.evaluation, report["test"], self.config.model_dir, texts, gold, report["labels"]
-        )
-        write_json(self.run_dir / EVALUATION, {**report, "gate": gate})
-        require_passed(gate, self.run_dir / EVALUATION)
-        return gate
 
     def _summary(self):
         data = read_record(self.data_dir / dataset.REPORT, "splits", "vocab_size")

@@ -33,21 +33,23 @@ def class_weights(setting, labels, counts):
 
     Args:
         setting: "none" (all 1), "balanced" (rows / (classes * rows of the class): every class has the same part in the
-            loss), or a dict of label -> weight, 1 for labels that are not in it.
+            loss; classes without rows aside), or a dict of label -> weight, 1 for labels that are not in it.
         labels: C label strings.
         counts: number of training rows of each class.
 
     Raises:
-        JobError: the dict names a label that the data does not have.
+        JobError: the dict names a label that is not among `labels`.
     """
     if setting == "none":
         return np.ones(len(labels), np.float32)
     if setting == "balanced":
-        return (sum(counts) / (len(labels) * np.asarray(counts))).astype(np.float32)
+        counts = np.asarray(counts)
+        # A class without rows, which only the live version has, has no part in the loss: any weight will do.
+        return (counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1))).astype(np.float32)
     unknown = sorted(setting.keys() - set(labels))
     if unknown:
         raise JobError(
-            f"training.class_weights names labels that are not in data.train: {join_some(unknown)}. "
-            f"Its labels: {join_some(labels)}."
+            f"training.class_weights names labels that are neither in data.train nor in the live version: "
+            f"{join_some(unknown)}. Known labels: {join_some(labels)}."
         )
     return np.array([setting.get(label, 1.0) for label in labels], np.float32)

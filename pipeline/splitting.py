@@ -82,22 +82,27 @@ def split_rows(sources, validation_fraction, test_fraction):
     return {name: splits[name] for name in SPLITS}, removed
 
 
-def check_splits(sources, splits):
+def check_splits(sources, splits, known_labels=()):
     """Refuses splits that cannot be trained on or measured with.
 
+    Args:
+        sources: as in `split_rows`.
+        splits: what `split_rows` returned.
+        known_labels: labels that are classes of the model whether or not train has rows of them.
+
     Raises:
-        DataError: train has fewer than two classes, a split has no rows, a class has no row left in train, or
-            a validation or test file has a label that train has not.
+        DataError: there are fewer than two classes, a split has no rows, a class has no row left in train, or
+            a validation or test file has a label that is no class.
     """
     labels = collections.Counter(sources["train"].labels)
-    if len(labels) < 2:
+    if len(labels.keys() | set(known_labels)) < 2:
         raise DataError(
             "data.train has fewer than two classes. Give rows of at least two, or correct data.label_column. "
             f"Received: labels={list(labels)}"
         )
     for name in SPLITS[1:]:
         for row, label in enumerate(sources[name].labels if name in sources else ()):
-            if label not in labels:
+            if label not in labels and label not in known_labels:
                 raise DataError(
                     f"{sources[name].place(row)}: label {label!r} never occurs in data.train, which has "
                     f"{join_some(sorted(labels))}. Correct the label, remove the row, or add such rows to data.train."
@@ -109,7 +114,7 @@ def check_splits(sources, splits):
                 f"was chosen for it, or all are copies of rows in another split. "
                 "Give more rows, or change the files or fractions in [data]."
             )
-    kept = set(splits["train"].labels)
+    kept = {*splits["train"].labels, *known_labels}
     for label, count in sorted(labels.items()):
         if label not in kept:
             raise DataError(

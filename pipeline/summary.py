@@ -18,7 +18,7 @@ def lines(version_dir, data_report, evaluation_report):
         "data": data_report and f"{describe_rows(data_report)}; {len(manifest.labels)} classes; "
         f"vocabulary {data_report['vocab_size']}",
         "test": f"accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}",
-        "gate": evaluation_report and describe_gate(evaluation_report["gate"]),
+        "gate": _describe_forced(manifest.forced) or evaluation_report and describe_gate(evaluation_report["gate"]),
         "artifacts": ", ".join(_artifacts(manifest)),
         "parity": parity,
         "published": str(version_dir),
@@ -35,10 +35,17 @@ def describe_gate(gate):
     """Returns what the gate of `serving.gate.check_gate` compared with; thresholds that are not set are said."""
     if not gate["passed"]:
         return "refused"
-    limit = f"min_value {gate['min_value']}" if gate["min_value"] else "no evaluation.min_value set"
-    live = gate["live"]
-    against = f"live version {live['version']} has {live['value']:.4f}" if live else "no live version to compare with"
-    return f"passed ({gate['metric']} {gate['value']:.4f}; {limit}; {against})"
+    limit = [f"min_value {gate['min_value']}"] if gate["min_value"] else []
+    live = [f"live version {gate['live']['version']} has {gate['live']['value']:.4f}"] if gate["live"] else []
+    value = f"{gate['metric']} {gate['value']:.4f}"
+    notes = gate.get("notes", [])  # reports of earlier runs lack them
+    return f"passed ({'; '.join([value, *limit, *live, *notes])})"
+
+
+def _describe_forced(forced):
+    if not forced:
+        return ""
+    return f"refused: {'; '.join(forced['reasons'])}; published by {forced['by']} with --force at {forced['at']}"
 
 
 def _artifacts(manifest):

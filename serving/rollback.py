@@ -5,11 +5,9 @@ fresh process makes sure of that, and that both give the same answers, before th
 """
 
 import datetime
-import getpass
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +17,7 @@ import onnx
 
 from pipeline.contract import MANIFEST, ONNX_FILES, Manifest, list_files, next_version, version_number, versions
 from pipeline.errors import ArtifactError, PipelineError, VerificationError
+from serving.actor import actor
 from serving.onnx_classifier import OnnxClassifier
 from serving.publish import becoming_visible, publishing, settle
 
@@ -119,7 +118,7 @@ def _copy(source, staged, number):
     files = list_files(staged)
     values["version"] = number
     values["files"] = {file: files[file] for file in values["files"]}
-    values["republished"] = {"from": _origin(source), "by": _user(), "at": now}
+    values["republished"] = {"from": _origin(source), "by": actor(), "at": now}
     _replace(staged / MANIFEST, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
 
 
@@ -136,14 +135,6 @@ def _set_version(graph, number):
 def _replace(path, data):
     path.unlink()  # the old file may be read-only
     path.write_bytes(data)
-
-
-def _user():
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        name = f"uid {os.getuid()}"
-    return f"{name}@{socket.gethostname()}"
 
 
 def _compare_in_fresh_process(old, new):

@@ -6,8 +6,8 @@ import pytest
 from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
 from pipeline.errors import JobError
 
-# The table of the contract, and our log_every_steps, what spells or hides tokens anew each epoch, and what shapes the
-# objective and the step.
+# The table of the contract, and what the gate asks of labels, our log_every_steps, what spells or hides tokens anew
+# each epoch, and what shapes the objective and the step.
 DEFAULTS = """
 name = "movie-reviews"
 seed = 17
@@ -20,6 +20,7 @@ text_column = "text"
 label_column = "label"
 validation_fraction = 0.1
 test_fraction = 0.1
+allow_new_labels = false
 [tokenizer]
 vocab_size = 8000
 model_file = ""
@@ -60,6 +61,7 @@ accumulate_batches = 1
 metric = "accuracy"
 min_value = 0.0
 max_regression = 0.0
+max_label_shift = 0.2
 [export]
 opset = 20
 precisions = ["float32", "int8"]
@@ -204,6 +206,8 @@ def test_unknown_keys_at_the_top(refuse, line, key, advice):
         ("training.accumulate_batches=1.5", "accumulate_batches=1.5"),
         ("evaluation.metric=f1", "metric='f1'"),
         ("evaluation.max_regression=-0.1", "max_regression=-0.1"),
+        ("evaluation.max_label_shift=1.1", "max_label_shift=1.1"),
+        ("data.allow_new_labels=1", "allow_new_labels=1"),
         ("export.opset=19", "opset=19"),
         ("export.precisions=['int8']", "precisions=['int8']"),
         ("export.precisions=['float32', 'int4']", "precisions='int4'"),
@@ -221,6 +225,13 @@ def test_values_out_of_range(refuse, override, received):
 def test_a_class_weight_is_refused_by_its_label(refuse):
     message = refuse(overrides=["training.class_weights={good=1.0, bad=0.0}"])
     assert "training.class_weights.bad: input should be greater than 0. Received: bad=0.0" in message
+
+
+def test_class_weights_of_another_kind_are_told_of_tables(refuse):
+    for value, received in (("2", "2"), ("even", "'even'"), ("true", "True"), ("[1.0]", "[1.0]")):
+        message = refuse(overrides=[f"training.class_weights={value}"])
+        assert 'training.class_weights must be "none", "balanced" or a table of a number for each label' in message
+        assert message.endswith(f"{{ bad = 2.0 }}. Received: class_weights={received}.")
 
 
 def test_one_way_of_subword_regularization(refuse):

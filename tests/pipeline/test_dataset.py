@@ -148,6 +148,8 @@ def test_the_fingerprint_follows_content_and_settings_not_paths(tmp_path):
         make_job(train=f"{tmp_path}/a.csv", test=f"{tmp_path}/b.csv"),
         make_job(train=[f"{tmp_path}/a.csv", f"{tmp_path}/b.csv"]),
     ]
+    # A matter of the gate, not of the data.
+    assert dataset.data_fingerprint(make_job(train=f"{tmp_path}/a.csv", allow_new_labels=True)) == first
     digests = {dataset.data_fingerprint(job) for job in others}
     write_csv(tmp_path / "a.csv", TEXTS[:-1], LABELS[:-1])
     digests.add(dataset.data_fingerprint(make_job(train=f"{tmp_path}/a.csv")))
@@ -232,6 +234,49 @@ def test_warnings_name_small_and_missing_classes_and_conflicts(tmp_path):
         "3 training texts occur under more than one label",
     ]:
         assert warning in report["warnings"]
+
+
+def test_labels_that_have_an_index_keep_it(tmp_path):
+    """Also one without rows: it keeps its column, and rows of it may be in the test file."""
+    names = ["new" if i % 5 == 0 else label for i, label in enumerate(LABELS)]
+    test = write_csv(tmp_path / "t.csv", ["one", "two"], ["pos", "gone"])
+    job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, names), test=test)
+    with pytest.raises(DataError, match="label 'gone' never occurs"):
+        dataset.prepare(job, tmp_path / "data")
+    first = ["pos", "gone", "neg"]
+    report = dataset.prepare(job, tmp_path / "data", first)
+    assert dataset.load_labels(tmp_path / "data") == [*first, "new"]
+    counts = report["splits"]["train"]["labels"]
+    assert list(counts) == [*first, "new"] and counts["gone"] == 0 < min(counts[n] for n in ("pos", "neg", "new"))
+    assert [w for w in report["warnings"] if "gone" in w] == [
+        f"classes without a {name} row: 'gone'" for name in ("train", "validation")
+    ]
+    assert dataset.Split.load(tmp_path / "data", "test").labels.tolist() == [0, 1]
+    rows = dataset.Split.load(tmp_path / "data", "train")
+    assert [[*first, "new"][i] for i in rows.labels] == [names[i] for i in rows.rows]
+
+    # Equal data in another order is made again; in the same order, told by fewer or by all labels, it is not.
+    made = (tmp_path / "data").stat().st_ino
+    assert dataset.prepare(job, tmp_path / "data", [*first, "new"]) == report
+    assert dataset.prepare(job, tmp_path / "data", first) == report
+    assert (tmp_path / "data").stat().st_ino == made
+    for other in (["gone"], ["neg", "gone", "pos"], [*first, "older"]):
+        dataset.prepare(job, tmp_path / "data", other)
+        assert dataset.load_labels(tmp_path / "data")[: len(other)] == other
+
+
+def test_one_class_is_enough_where_the_others_have_an_index(tmp_path):
+    job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, ["pos"] * 300))
+    for first in ((), ["pos"]):
+        with pytest.raises(DataError, match="fewer than two classes"):
+            dataset.prepare(job, tmp_path / "data", first)
+    report = dataset.prepare(job, tmp_path / "data", ["neg", "pos"])
+    assert report["splits"]["train"]["labels"] == {"neg": 0, "pos": report["splits"]["train"]["rows"]}
+    # Nor need there be a training row of it where other splits have some.
+    in_test = split_rows(from_rows(TEXTS), 0.1, 0.1)[0]["test"].texts
+    job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, ["neg" if t in in_test else "pos" for t in TEXTS]))
+    report = dataset.prepare(job, tmp_path / "data", ["neg", "pos"])
+    assert report["splits"]["train"]["labels"]["neg"] == 0 < report["splits"]["test"]["labels"]["neg"]
 
 
 def test_a_tokenizer_of_the_users_own(tmp_path):

@@ -48,8 +48,8 @@ def test_a_class_without_rows_and_a_class_never_predicted():
     assert found["accuracy"] == 0.5
     zero = {"precision": 0.0, "recall": 0.0, "f1": 0.0, "support": 0}
     assert found["per_class"]["c"] == found["per_class"]["d"] == zero
-    # a: precision 1/2, recall 1/2; b: precision 1, recall 1/2, F1 2/3. All four classes count.
-    assert found["macro_f1"] == pytest.approx((1 / 2 + 2 / 3) / 4, **CLOSE)
+    # a: precision 1/2, recall 1/2; b: precision 1, recall 1/2, F1 2/3. Only they have rows.
+    assert found["macro_f1"] == pytest.approx((1 / 2 + 2 / 3) / 2, **CLOSE)
     assert found["confusion_matrix"] == [[1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 

@@ -46,12 +46,16 @@ def test_class_weights():
     balanced = class_weights("balanced", ["a", "b", "c"], counts)
     np.testing.assert_allclose(balanced, [10 / 18, 10 / 9, 10 / 3], rtol=1e-6)
     assert (counts * balanced).sum() == pytest.approx(10)  # the mean row counts as 1
+    without = class_weights("balanced", ["a", "b", "c"], np.array([6, 0, 2]))  # b has no rows
+    np.testing.assert_allclose(without[[0, 2]], [8 / 12, 8 / 4], rtol=1e-6)
+    assert np.isfinite(without).all()
     some = class_weights({"c": 2.5, "a": 0.5}, ["a", "b", "c"], counts)
     np.testing.assert_array_equal(some, [0.5, 1.0, 2.5])
     assert {w.dtype for w in (balanced, some)} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(class_weights({}, ["a", "b"], [1, 1]), [1, 1])
+    np.testing.assert_array_equal(class_weights({"b": 2.0}, ["a", "b"], [3, 0]), [1, 2])
 
 
 def test_weights_of_unknown_labels_are_refused():
-    with pytest.raises(JobError, match=r"training.class_weights names labels that are not in data.train: .*'x'.*'y'"):
+    with pytest.raises(JobError, match=r"training.class_weights names labels that are neither in .*: 'x', 'y'. Known"):
         class_weights({"y": 1.0, "a": 2.0, "x": 1.0}, ["a", "b"], [1, 1])
