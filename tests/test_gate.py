@@ -55,7 +55,7 @@ def _assert_refused_unseen(job, done, live, *needed):
         assert any(part in reason for reason in job.report["gate"]["reasons"])
 
 
-def test_labels_and_data_from_version_to_version(published, tmp_path):
+def test_labels_and_data_from_version_to_version(published, forks, tmp_path):
     job = _with_live(published, tmp_path)
     live = snapshot(job.model_dir)
     first = _rows(job.data_file)
@@ -67,7 +67,14 @@ def test_labels_and_data_from_version_to_version(published, tmp_path):
     assert "starting a new run (new data)" in done.stderr
     _assert_refused_unseen(job, done, live, "'aside': set data.allow_new_labels = true")
 
-    done = job.run("--set", "data.allow_new_labels=true")
+    # Without them there is nothing to do, as before.
+    write_csv(job.data_file, first)
+    done = job.run()
+    assert (done.code, "nothing to do" in done.stderr) == (0, True), done.stderr
+    assert snapshot(job.model_dir) == live
+
+    write_csv(job.data_file, second)
+    done = forks.run(job, None, "--set", "data.allow_new_labels=true", command="run")
     assert done.code == 0, done.stderr
     assert job.versions == ["1", "2"]
     assert contents(job.model_dir / "1") == contents(published.model_dir / "1")
@@ -97,7 +104,7 @@ def test_labels_and_data_from_version_to_version(published, tmp_path):
     # The data of the first week, which lacks a class by now, by force. The class keeps its column.
     write_csv(job.data_file, first)
     force = ("--force", "--set", "evaluation.max_regression=1.0")
-    done = job.run(*force)
+    done = forks.run(job, None, *force, command="run")
     assert done.code == 0, done.stderr
     assert job.versions == ["1", "2", "3"]
     manifest = Manifest.read(job.model_dir / "3")

@@ -344,5 +344,5 @@ def test_an_overruled_gate_says_by_whom(live, monkeypatch):
     def nobody():
         raise OSError("No username set in the environment")
 
-    monkeypatch.setattr(gates.getpass, "getuser", nobody)
+    monkeypatch.setattr("getpass.getuser", nobody)
     assert re.match(r"\d+@", overruled(gate)["forced"]["by"])
