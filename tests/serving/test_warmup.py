@@ -108,7 +108,7 @@ def signatures(job):
     import tensorflow_text  # noqa: F401 - registers operations
 
     loaded = tf.saved_model.load(str(job.model_dir / "1"))
-    yield loaded.signatures
+    return loaded.signatures
 
 
 def _request(signature="token_ids", key="token_ids", value=((5, 6),), dtype="int32", name="tiny"):
