@@ -12,6 +12,7 @@ from pipeline.config import load_job
 from pipeline.console import Console
 from pipeline.errors import Interrupted, JobError, PipelineError
 from pipeline.job import Job
+from serving.transport import check_address
 
 app = typer.Typer(
     help="Train a text classifier from a job file and publish it for TensorFlow Serving and ONNX Runtime.",
@@ -27,13 +28,30 @@ Overrides = Annotated[
     list[str], typer.Option("--set", metavar="section.key=value", help="Overrides a key of the job file; repeatable.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is kept aside.")]
+WaitFor = Annotated[
+    str,
+    typer.Option(
+        metavar="URL|host:port",
+        help="Afterwards waits until this TensorFlow Serving serves the version: http://host:8501 or host:8500.",
+    ),
+]
+WaitTimeout = Annotated[
+    float, typer.Option("--wait-timeout-s", metavar="S", min=0.0, help="How long --wait-for waits.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 @app.command()
-def run(job: JobFile, set: Overrides = [], fresh: Fresh = False, debug: Debug = False):  # noqa: A002, B006
+def run(
+    job: JobFile,
+    set: Overrides = [],  # noqa: A002, B006
+    fresh: Fresh = False,
+    wait_for: WaitFor = "",
+    wait_timeout_s: WaitTimeout = 300.0,
+    debug: Debug = False,
+):
     """Does all that is left: prepare, train, evaluate, export, publish. Run it again to go on."""
-    _execute(Job.run, job, set, debug, fresh)
+    _execute(Job.run, job, set, debug, fresh, wait_for, wait_timeout_s)
 
 
 @app.command()
@@ -67,12 +85,18 @@ def export(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A0
 
 
 @app.command()
-def publish(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
+def publish(
+    job: JobFile,
+    set: Overrides = [],  # noqa: A002, B006
+    wait_for: WaitFor = "",
+    wait_timeout_s: WaitTimeout = 300.0,
+    debug: Debug = False,
+):
     """Renames the candidate into its place under base_path/name."""
-    _execute(Job.publish, job, set, debug)
+    _execute(Job.publish, job, set, debug, wait_for=wait_for, wait_timeout_s=wait_timeout_s)
 
 
-def _execute(stage, path, overrides, debug, fresh=False):
+def _execute(stage, path, overrides, debug, fresh=False, wait_for="", wait_timeout_s=0.0):
     """Runs one stage and ends the process with the exit code of what happened."""
     console = Console()
     interruptions = []
@@ -101,9 +125,14 @@ def _execute(stage, path, overrides, debug, fresh=False):
         signal.signal(number, on_signal)
     try:
         try:
+            if wait_for:
+                check_address(wait_for)
             job = Job(load_job(path, overrides), console, fresh, stop)
             with job.at_work():
                 job.do(stage)
+                stop()
+            if wait_for:
+                job.wait_until_served(wait_for, wait_timeout_s)  # without the lock: it only looks
                 stop()
         finally:
             _ignore_signals()  # in here: what comes until they are ignored is caught below like any other
