@@ -15,7 +15,6 @@ from pipeline.files import write_atomic
 
 MODELS, BATCHING, MONITORING = "models.config", "batching.config", "monitoring.config"
 COMMAND = "serve.sh"
-METRICS_PATH = "/monitoring/prometheus/metrics"
 GRPC_PORT, REST_PORT = 8500, 8501  # those of TensorFlow Serving's images
 
 # Rows that the server runs at once: max_execution_batch_size in batching.config. The largest warm-up record and the
@@ -44,15 +43,6 @@ _ALL = """\
     # tf-config again to move a label; the server reads this file again by itself. Move `stable` before keep_versions
     # removes its version.
 """
-
-_MONITORING = f"""\
-# Figures for Prometheus at the REST port; written by `python -m serving tf-config`.
-prometheus_config {{
-  enable: true
-  path: "{METRICS_PATH}"
-}}
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -103,11 +93,8 @@ def find_models(base_path, names, labels):
 
 def files(models):
     """Returns file name -> text of the three configuration files."""
-    return {
-        MODELS: _models_config(models),
-        BATCHING: (_CONFIG_DIR / BATCHING).read_text(encoding="utf-8"),
-        MONITORING: _MONITORING,
-    }
+    fixed = {name: (_CONFIG_DIR / name).read_text(encoding="utf-8") for name in (BATCHING, MONITORING)}
+    return {MODELS: _models_config(models), **fixed}
 
 
 def _models_config(models):

@@ -53,7 +53,10 @@ def test_nobody_at_the_grpc_port(job):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--wait-for", "localhost"], "host:port for gRPC"), (["--wait-for", "h:1", "--wait-timeout-s", "-1"], "--wait-timeout-s")],
+    [
+        (["--wait-for", "localhost"], "host:port for gRPC"),
+        (["--wait-for", "h:1", "--wait-timeout-s", "-1"], "--wait-timeout-s"),
+    ],
 )
 def test_wrong_arguments_are_found_before_anything_is_done(job, arguments, message):
     done = job.run(*arguments)
