@@ -20,7 +20,6 @@ from serving.onnx_classifier import OnnxClassifier
 
 _HTTP = {"INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "NOT_FOUND": 404, "RESOURCE_EXHAUSTED": 429}
 _HTTP |= {"INTERNAL": 500, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504}
-_MAX_BATCH_ROWS = 1024
 
 
 class Refused(Exception):
@@ -39,6 +38,7 @@ class StandIn:
         failures: codes that the next requests are refused with.
         delay_s: how long every answer takes.
         broken: whether answers hold NaN.
+        max_batch_rows: max_batch_size of the server.
         requests: (signature, rows, columns or 0) of the requests that came.
     """
 
@@ -51,6 +51,7 @@ class StandIn:
         self.failures = collections.deque()
         self.delay_s = 0.0
         self.broken = False
+        self.max_batch_rows = 1024
         self.requests = []
 
     def predict(self, name, version, label, signature, inputs):
@@ -73,7 +74,7 @@ class StandIn:
                 "INVALID_ARGUMENT",
                 f"input size does not match signature: 1!=1 len({{{key}}}) != len({{{expected[signature]}}}).",
             )
-        if len(rows) > _MAX_BATCH_ROWS:
+        if len(rows) > self.max_batch_rows:
             raise Refused("INVALID_ARGUMENT", "the batch is larger than the maximum")
         return self._answer(rows)
 

@@ -197,6 +197,14 @@ def test_messages_of_many_megabytes(client, tiny):
     np.testing.assert_allclose(client.probabilities(texts), expected, rtol=0, atol=ATOL)
 
 
+def test_answer_of_many_megabytes(model):
+    """gRPC's default takes 4 MB: with a thousand classes, the probabilities of a thousand rows."""
+    model.max_batch_rows = 400_000
+    with grpc_server(model) as address, TensorFlowServingClient(address, "tiny", max_batch_rows=400_000) as client:
+        found = client.logits(np.full([400_000, 1], 5))
+    assert found.shape == (400_000, 3) and (found == found[0]).all()
+
+
 def test_threads_share_a_client(client, tiny):
     texts = [f"{TEXTS[i % len(TEXTS)]} good {i}" for i in range(64)]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -214,12 +222,11 @@ def test_nobody_there():
 
 def test_a_server_that_was_restarted(model):
     with rest_server(model) as address:
-        port = int(address.rpartition(":")[2])
-        with TensorFlowServingClient(address, "tiny", retries=0) as client:
-            assert client.logits([[5]]).shape == (1, 3)
-    with rest_server(model, port):  # the connection that the client kept is closed
+        client = TensorFlowServingClient(address, "tiny", retries=0)
         assert client.logits([[5]]).shape == (1, 3)
-        client.close()
+    with client, rest_server(model, int(address.rpartition(":")[2])):  # the connection that it kept is closed
+        assert client.logits([[5]]).shape == (1, 3)
+    assert len(model.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -278,10 +285,16 @@ def test_wait_ends_in_time_with_what_was_seen(address, model, version, states, s
     assert caught.value.exit_code == 1
 
 
+def test_another_version_is_not_this_one(address, model, monkeypatch):
+    monkeypatch.setattr(model, "look", lambda name, version: {3: ("AVAILABLE", "OK", "")})
+    with pytest.raises(ServingError, match="last seen: UNKNOWN: it gave the status of other versions"):
+        wait_available(address, "tiny", 4, timeout_s=0.3)
+
+
 def test_wait_ends_at_once_when_the_version_failed(address, model):
     model.states[4] = [("LOADING", "OK", ""), ("END", "INVALID_ARGUMENT", "warm-up\nfailed")]
     with pytest.raises(ServingError, match="gave up on tiny version 4: INVALID_ARGUMENT: warm-up failed") as caught:
-        wait_available(address, "tiny", 4, timeout_s=600)
+        wait_available(address, "tiny", 4, timeout_s=20)
     assert caught.value.server_message == "warm-up\nfailed"
 
 
