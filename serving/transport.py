@@ -266,7 +266,8 @@ class _Grpc:
         try:
             return method(request, timeout=timeout_s)
         except self._grpc.RpcError as e:
-            raise ServingError(e.details(), e.code().name, e.details()) from e
+            message = e.details() or "no message"
+            raise ServingError(message, e.code().name, message) from e
         except ValueError as e:  # the channel is closed
             raise ServingError(str(e), "CANCELLED", str(e)) from e
 
