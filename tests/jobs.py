@@ -252,9 +252,9 @@ def metrics_rows(run_dir):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def kill_when(job, condition, number=signal.SIGKILL, command="run"):
+def kill_when(job, condition, number=signal.SIGKILL, command="run", *arguments):
     """Starts a command, sends it a signal once `condition()` holds, and returns `Done`."""
-    process = job.start(command=command)
+    process = job.start(*arguments, command=command)
     try:
         wait_until(condition, process)
     except BaseException:

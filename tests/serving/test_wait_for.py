@@ -1,8 +1,10 @@
 """`--wait-for`: the command ends when the server serves exactly the version that the job became."""
 
+import signal
+
 import pytest
 
-from tests.jobs import published_job, snapshot
+from tests.jobs import kill_when, published_job, snapshot
 from tests.serving.stand_in import StandIn, rest_server
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,15 @@ def test_timeout_is_an_error_and_changes_nothing(job, model):
     assert done.last_line.startswith(message)
     assert snapshot(job.model_dir) == before
     assert job.versions == ["1"]
+
+
+def test_signal_while_waiting(job, model):
+    loading = ("LOADING", "OK", "")
+    model.states = {1: [loading, loading]}
+    with rest_server(model) as address:
+        done = kill_when(job, lambda: model.states[1] == [loading], signal.SIGTERM, "publish", "--wait-for", address)
+    assert done.code == 75
+    assert done.last_line.startswith("error: stopped by SIGTERM")
 
 
 def test_nobody_at_the_grpc_port(job):
