@@ -42,16 +42,21 @@ CMD ["--help"]
 #   --max_num_load_retries=2   a published version is whole, so only the storage can be at fault: twice more,
 #   --load_retry_interval_micros  10 s apart (instead of 5 times, a minute apart)
 #   --grpc_max_threads=256     the default, 4 x cores, answered RESOURCE_EXHAUSTED when 16 clients came at once
+#   --monitoring_config_file   figures for Prometheus at :8501/monitoring/prometheus/metrics
+# For several models, version labels, or a container that may use part of the machine's cores: `python -m serving
+# tf-config` writes the configuration and the flags; deploy/ shows both.
 # More flags go after the image's name; a later flag wins. Batching is off: read batching.config before turning it on.
 # Readiness: GET /v1/models/movie-reviews says AVAILABLE.
 FROM tensorflow/serving:${TF_SERVING_VERSION} AS serving-cpu
-COPY serving/config/batching.config /etc/tensorflow-serving/batching.config
+COPY serving/config /etc/tensorflow-serving
 ENV MODEL_NAME=movie-reviews
 ENTRYPOINT ["/usr/bin/tf_serving_entrypoint.sh", "--num_load_threads=2", "--max_num_load_retries=2", \
-            "--load_retry_interval_micros=10000000", "--grpc_max_threads=256"]
+            "--load_retry_interval_micros=10000000", "--grpc_max_threads=256", "--rest_api_num_threads=64", \
+            "--monitoring_config_file=/etc/tensorflow-serving/monitoring.config"]
 
 FROM tensorflow/serving:${TF_SERVING_VERSION}-gpu AS serving-gpu
-COPY serving/config/batching.config /etc/tensorflow-serving/batching.config
+COPY serving/config /etc/tensorflow-serving
 ENV MODEL_NAME=movie-reviews
 ENTRYPOINT ["/usr/bin/tf_serving_entrypoint.sh", "--num_load_threads=2", "--max_num_load_retries=2", \
-            "--load_retry_interval_micros=10000000", "--grpc_max_threads=256"]
+            "--load_retry_interval_micros=10000000", "--grpc_max_threads=256", "--rest_api_num_threads=64", \
+            "--monitoring_config_file=/etc/tensorflow-serving/monitoring.config"]

@@ -18,8 +18,8 @@ from export.quantize import MIN_AGREEMENT, quantize_int8
 from pipeline import dataset
 from pipeline.contract import ONNX_FILES, ONNX_TEXT, PAD_ID, TOKENIZER_MODEL, Manifest, list_files
 from pipeline.files import staged_directory
-from pipeline.text import Tokenizer, pad
-from serving.tensorflow_serving import write_warmup
+from pipeline.text import Tokenizer
+from serving.warmup import warmup_batches, write_warmup
 
 # onnxruntime and onnxruntime-gpu are the same module; one of them is installed.
 _PACKAGES = (
@@ -101,10 +101,7 @@ def _write_artifacts(job, directory, model, version, labels, tokenizer, texts):
         model, directory, labels, tokenizer.model if export.text_signature else None, max_length
     )
     (directory / TOKENIZER_MODEL).write_bytes(tokenizer.model)
-    # Short and long requests, one row and several: the server runs them before it takes traffic.
-    by_length = sorted(texts[: verify.REAL_TEXTS], key=len)
-    batches = [by_length[:1], by_length[-1:], by_length[:4]]
-    token_ids = [pad(tokenizer.encode(batch, max_length)) for batch in batches]
+    batches, token_ids = warmup_batches(texts, tokenizer, max_length)
     write_warmup(directory, job.name, batches, token_ids, export.text_signature)
     metadata = make_metadata(job.name, version, labels, max_length, tokenizer.sha256)
     graph = convert(model, export.opset, metadata)

@@ -23,7 +23,6 @@ from pipeline.contract import (
     TEXT,
     TOKEN_IDS,
     TOKEN_IDS_SIGNATURE,
-    WARMUP,
     Manifest,
 )
 from pipeline.errors import VerificationError
@@ -168,12 +167,12 @@ def _check_saved_model(version_dir, cases):
             comparison.add(f"{case} probabilities", answer[PROBABILITIES], expected)
             given = labels[np.argmax(answer[PROBABILITIES], axis=1)]
             comparison.require(f"{case} label", (answer[LABEL].numpy() == given).all(), "not the most probable one")
-    from serving.tensorflow_serving import read_warmup
+    from serving.warmup import check_warmup
 
-    for i, (name, inputs) in enumerate(read_warmup(version_dir)):
-        answer = loaded.signatures[name](**{key: tf.constant(value) for key, value in inputs.items()})
-        finite = np.isfinite(answer[PROBABILITIES]).all()
-        comparison.require(f"{WARMUP} record {i}", finite, "the answer is not finite")
+    try:
+        comparison.cases += check_warmup(version_dir, manifest.name, loaded.signatures)
+    except VerificationError as e:
+        comparison.require("warm-up", False, str(e))
     return {"saved_model": comparison.result()}
 
 

@@ -13,6 +13,7 @@ from pipeline.config import load_job
 from pipeline.console import Console
 from pipeline.errors import Interrupted, JobError, PipelineError
 from pipeline.job import Job
+from serving.transport import check_address
 
 app = typer.Typer(
     help="Train a text classifier from a job file and publish it for TensorFlow Serving and ONNX Runtime.",
@@ -31,6 +32,16 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is
 Force = Annotated[
     bool, typer.Option("--force", help="Publish although the gate refuses; the manifest records who did and why.")
 ]
+WaitFor = Annotated[
+    str,
+    typer.Option(
+        metavar="URL|host:port",
+        help="Afterwards waits until this TensorFlow Serving serves the version: http://host:8501 or host:8500.",
+    ),
+]
+WaitTimeout = Annotated[
+    float, typer.Option("--wait-timeout-s", metavar="S", min=0.0, help="How long --wait-for waits.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 To = Annotated[
@@ -44,10 +55,12 @@ def run(
     set: Overrides = [],  # noqa: A002, B006
     fresh: Fresh = False,
     force: Force = False,
+    wait_for: WaitFor = "",
+    wait_timeout_s: WaitTimeout = 300.0,
     debug: Debug = False,
 ):
     """Does all that is left: prepare, train, evaluate, export, publish. Run it again to go on."""
-    _execute(Job.run, job, set, debug, fresh, force)
+    _execute(Job.run, job, set, debug, fresh, force, (wait_for, wait_timeout_s))
 
 
 @app.command()
@@ -81,9 +94,16 @@ def export(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A0
 
 
 @app.command()
-def publish(job: JobFile, set: Overrides = [], force: Force = False, debug: Debug = False):  # noqa: A002, B006
+def publish(
+    job: JobFile,
+    set: Overrides = [],  # noqa: A002, B006
+    force: Force = False,
+    wait_for: WaitFor = "",
+    wait_timeout_s: WaitTimeout = 300.0,
+    debug: Debug = False,
+):
     """Renames the candidate into its place under base_path/name."""
-    _execute(Job.publish, job, set, debug, force=force)
+    _execute(Job.publish, job, set, debug, force=force, wait=(wait_for, wait_timeout_s))
 
 
 @app.command()
@@ -103,7 +123,7 @@ def versions(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: 
     _execute(Job.list_versions, job, set, debug, locks_run=False)
 
 
-def _execute(stage, path, overrides, debug, fresh=False, force=False, locks_run=True):
+def _execute(stage, path, overrides, debug, fresh=False, force=False, wait=("", 0.0), locks_run=True):
     """Runs one stage and ends the process with the exit code of what happened.
 
     What has nothing to do with the run directory does not lock the run: it may be urgent while a training goes on.
@@ -135,9 +155,15 @@ def _execute(stage, path, overrides, debug, fresh=False, force=False, locks_run=
         signal.signal(number, on_signal)
     try:
         try:
+            server, timeout_s = wait
+            if server:
+                check_address(server)
             job = Job(load_job(path, overrides), console, fresh, stop, force)
             with job.at_work() if locks_run else contextlib.nullcontext():
                 job.do(stage)
+                stop()
+            if server:
+                job.wait_until_served(server, timeout_s)  # without the lock: it only looks
                 stop()
         finally:
             _ignore_signals()  # in here: what comes until they are ignored is caught below like any other

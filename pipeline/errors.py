@@ -55,3 +55,17 @@ class ArtifactError(PipelineError):
 
 class CheckFailed(PipelineError):
     """`check` found that this job cannot learn as it is."""
+
+
+class ServingError(PipelineError):
+    """TensorFlow Serving refused a request or did not answer it.
+
+    Attributes:
+        code: the status, as gRPC names it, e.g. "NOT_FOUND"; "NOT_FINITE" for an answer that holds NaN.
+        server_message: what the server said, as it came.
+    """
+
+    def __init__(self, message, code, server_message=""):
+        super().__init__(message)
+        self.code = code
+        self.server_message = server_message

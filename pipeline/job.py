@@ -206,6 +206,18 @@ class Job:
         for line in table(self.config.model_dir, self.console.warn):
             self.console.result(line)
 
+    def wait_until_served(self, address, timeout_s):
+        """Returns when the TensorFlow Serving at `address` serves the version that this job became."""
+        path = self._published() if self.is_chief else None
+        if path is None:
+            return
+        from serving.tensorflow_serving import wait_available
+
+        self.console.note(f"waiting until {address} serves {path}")
+        started = time.monotonic()
+        wait_available(address, self.config.name, int(path.name), timeout_s)
+        self.console.note(f"{address} serves {path}; waited {time.monotonic() - started:.1f} s")
+
     # What a worker beside the chief does.
 
     def assist(self):

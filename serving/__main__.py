@@ -1,4 +1,4 @@
-"""Command line of the services: `python -m serving predict` and `python -m serving batch`."""
+"""Command line of the services: `python -m serving predict`, `batch` and `tf-config`."""
 
 import argparse
 import csv
@@ -10,8 +10,9 @@ import traceback
 from itertools import islice
 from pathlib import Path
 
-from pipeline.contract import ONNX_FILES
+from pipeline.contract import ONNX_FILES, versions
 from pipeline.errors import DataError, JobError, PipelineError
+from serving import server_config
 from serving.onnx_classifier import OnnxClassifier
 
 _CHUNK_BYTES = 1 << 18  # text held at a time when lines are read
@@ -74,6 +75,34 @@ def _batch(args):
         os.replace(staged, target)
     finally:
         staged.unlink(missing_ok=True)
+
+
+def _tf_config(args):
+    if not 1 <= args.cores <= 4096:
+        raise JobError(f"--cores must be in 1 to 4096. Received: --cores {args.cores}")
+    models = server_config.find_models(args.base_path, args.name, _labels(args))
+    for model in models:
+        if not versions(model.base_path):
+            _print_warning(f"{model.base_path} has no version yet; the server opens its ports once each model has one")
+    target = Path(args.output).absolute()
+    command = server_config.command(server_config.flags(target, args.cores, batching=args.gpu))
+    server_config.write(target, {**server_config.files(models), server_config.COMMAND: command})
+    print(command, end="")
+
+
+def _labels(args):
+    """Returns model name -> {label: version} of `--stable` and `--canary`."""
+    labels = {}
+    for label in ("stable", "canary"):
+        for given in getattr(args, label):
+            name, _, version = given.rpartition("=")
+            name = name or (args.name[0] if len(args.name) == 1 else "")
+            if not name or not version.isdecimal():
+                raise JobError(
+                    f"--{label} takes NAME=VERSION, or VERSION after one --name. Received: --{label} {given}"
+                )
+            labels.setdefault(name, {})[label] = int(version)
+    return labels
 
 
 def _load(args):
@@ -163,6 +192,10 @@ def _print_error(message):
     print("error:", " ".join(str(message).splitlines()), file=sys.stderr)
 
 
+def _print_warning(message):
+    print("warning:", message, file=sys.stderr)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         _print_error(f"{message}. See {self.prog} --help.")
@@ -171,22 +204,23 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser():
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--model", required=True, metavar="DIR", help="a published version, e.g. models/reviews/1")
-    common.add_argument("--precision", default="float32", choices=list(ONNX_FILES), help="default: float32")
-    common.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    classify = argparse.ArgumentParser(add_help=False, parents=[common])
+    classify.add_argument("--model", required=True, metavar="DIR", help="a published version, e.g. models/reviews/1")
+    classify.add_argument("--precision", default="float32", choices=list(ONNX_FILES), help="default: float32")
+    classify.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
 
-    parser = _Parser(prog="python -m serving", description="Classify texts with a published version.")
-    commands = parser.add_subparsers(required=True, metavar="predict | batch")
+    parser = _Parser(prog="python -m serving", description="Classify texts with a published version, or serve it.")
+    commands = parser.add_subparsers(required=True, metavar="predict | batch | tf-config")
 
-    def add(name, run, summary, example):
+    def add(name, run, summary, example, parent=classify):
         about = {
             "help": summary,
             "description": summary[0].upper() + summary[1:] + ".",
             "epilog": f"example:\n{example}",
         }
         formatter = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, parents=[common], formatter_class=formatter, **about)
+        command = commands.add_parser(name, parents=[parent], formatter_class=formatter, **about)
         command.set_defaults(run=run)
         return command
 
@@ -201,6 +235,21 @@ def _parser():
     batch.add_argument("--input", required=True, metavar="F", help=".csv, .jsonl, or .txt with a text per line; UTF-8")
     batch.add_argument("--output", required=True, metavar="F", help="appears when complete; replaces an existing file")
     batch.add_argument("--text-column", default="text", metavar="NAME", help="of .csv or .jsonl; default: text")
+
+    example = """\
+  python -m serving tf-config --base-path models --output tf-serving
+  python -m serving tf-config --base-path models --name reviews --stable 7 --canary 8 --output tf-serving"""
+    summary = "write TensorFlow Serving's configuration and print the command that starts it"
+    config = add("tf-config", _tf_config, summary, example, parent=common)
+    config.add_argument("--base-path", required=True, metavar="DIR", help="publish.base_path, as the server sees it")
+    config.add_argument("--name", action="append", default=[], metavar="M", help="repeatable; default: all there are")
+    config.add_argument("--output", default="tf-serving", metavar="DIR", help="default: tf-serving")
+    for label in ("stable", "canary"):
+        about = f"the version labelled {label!r}, so that clients can ask for it by that name; repeatable"
+        config.add_argument(f"--{label}", action="append", default=[], metavar="[M=]N", help=about)
+    here = server_config.available_cores()
+    config.add_argument("--cores", type=int, default=here, metavar="N", help="of the server; default: as many as here")
+    config.add_argument("--gpu", action="store_true", help="put requests together: see batching.config before")
     return parser
 
 

@@ -3,6 +3,7 @@
 import copy
 import csv
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -252,9 +253,9 @@ def metrics_rows(run_dir):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def kill_when(job, condition, number=signal.SIGKILL, command="run"):
+def kill_when(job, condition, number=signal.SIGKILL, command="run", *arguments):
     """Starts a command, sends it a signal once `condition()` holds, and returns `Done`."""
-    process = job.start(command=command)
+    process = job.start(*arguments, command=command)
     try:
         wait_until(condition, process)
     except BaseException:
@@ -294,11 +295,16 @@ def training_result(run_dir):
 
 def published_job(tmp_path_factory):
     """Returns a job that ran once without interruption; made once per test session. Leave it as it is."""
-    job = TinyJob(tmp_path_factory.getbasetemp() / "published-job")
-    if not job.versions:
-        make_job(job.directory)
-        done = job.run()
-        assert done.code == 0, done.stderr
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # that of all test processes
+    job = TinyJob(base / "published-job")
+    with open(base / "published-job.lock", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        if not job.versions:
+            make_job(job.directory)
+            done = job.run()
+            assert done.code == 0, done.stderr
     return job
 
 

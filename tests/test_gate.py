@@ -116,7 +116,7 @@ def test_labels_and_data_from_version_to_version(published, forks, tmp_path):
     assert reasons.startswith("no training row is left of 'aside', which live version 2 was trained on")
     assert "@" in manifest.forced["by"]
     assert f"warning: --force: going on although the gate refuses: {reasons}" in done.stderr
-    assert f"gate  refused: {reasons}; published by {manifest.forced['by']} with --force at 2" in done.stderr  # where a forked process writes all
+    assert f"gate  refused: {reasons}; published by {manifest.forced['by']} with --force at 2" in done.stderr
     assert "nothing to do" in job.run(*force).stderr
     assert job.versions == ["1", "2", "3"]
 

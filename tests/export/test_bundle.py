@@ -50,7 +50,7 @@ def test_candidate_is_what_the_job_asks_for(ids_only):
 
 
 def test_warmup_without_text_takes_token_ids(ids_only):
-    from serving.tensorflow_serving import read_warmup
+    from serving.warmup import read_warmup
 
     records = read_warmup(ids_only[0] / "candidate")
     assert {name for name, _ in records} == {"token_ids", "serving_default"}

@@ -1,6 +1,7 @@
 """An artifact that does not answer as the trained model does is found, named, and never becomes a candidate."""
 
 import dataclasses
+import gzip
 import json
 import shutil
 
@@ -12,7 +13,7 @@ import pytest
 from export import bundle, verify
 from export.onnx_text import build_text_graph
 from export.saved_model import export_saved_model
-from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest, list_files
+from pipeline.contract import ONNX_FILES, ONNX_TEXT, WARMUP, Manifest, list_files
 from pipeline.errors import VerificationError
 from pipeline.text import train_tokenizer
 from tests.jobs import LABELS, MAX_LENGTH, VOCAB_SIZE, load_trained, make_rows, published_job
@@ -110,6 +111,16 @@ def test_truncated_onnx_file_is_named(version_dir, cases, monkeypatch, file):
     with pytest.raises(VerificationError, match=file) as caught:
         verify.verify(version_dir, cases)
     assert "\n" not in str(caught.value)
+
+
+def test_warmup_that_the_server_would_refuse_is_named(version_dir, cases, monkeypatch):
+    data = (version_dir / WARMUP).read_bytes()
+    (version_dir / WARMUP).write_bytes(gzip.compress(data))
+    _seal(version_dir)
+    monkeypatch.setattr(verify, "_RUNTIMES", {"tensorflow": verify._RUNTIMES["tensorflow"]})  # for time
+    message = f"saved_model: warm-up: {WARMUP} is no uncompressed TFRecord file"
+    with pytest.raises(VerificationError, match=message):
+        verify.verify(version_dir, cases)
 
 
 def test_difference_just_above_the_tolerance_is_found_and_just_below_passes():
