@@ -1,7 +1,6 @@
 """How good a model is on one split: figures for people, and the one number that decides."""
 
 import numpy as np
-import sklearn.metrics
 
 _CALIBRATION_BINS = 15
 
@@ -49,6 +48,8 @@ def metrics(probabilities, gold, labels):
         them are measured alike), loss (mean negative log-likelihood, nats), calibration_error, per_class (label ->
         precision, recall, f1, support) and confusion_matrix (rows: right label, columns: predicted label).
     """
+    import sklearn.metrics  # takes a second, which a process that verifies an artifact need not wait
+
     probabilities = np.asarray(probabilities, np.float64)
     predicted = probabilities.argmax(axis=1)
     indices = list(range(len(labels)))
