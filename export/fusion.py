@@ -1,0 +1,159 @@
+"""Rewrites the converted graph into the operators that runtimes have fast kernels for.
+
+tf2onnx writes every operation of TensorFlow by itself: LayerNorm as nine nodes, GELU as five, each Dense layer between
+two Reshapes with the arithmetic of their shapes. The rules below put the standard operators in their place; the layers
+that the patterns mirror are in `pipeline/layers/`.
+"""
+
+import collections
+
+import numpy as np
+import onnx
+
+from export.patterns import Graph, OneOf, Rule
+from pipeline.errors import VerificationError
+
+_INT32, _INT64, _FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+
+
+def fuse(graph_proto):
+    """Rewrites an `onnx.GraphProto` of opset 20 that tf2onnx made, in place, with standard operators only."""
+    graph = Graph(graph_proto)
+    graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _ATTENTION, _MASK, _POSITION, _EMBEDDING)
+    graph.write()
+
+
+# layers/dense.py: rows of the last axis through one product, then back into the shape they came from. A product of any
+# rank needs no rows.
+
+
+def _dense(graph, match):
+    product = graph.add("MatMul", match["x"], match["kernel"])
+    return graph.add("Add", product, match["bias"]) if "bias" in match else product
+
+
+_ROWS = OneOf(("Reshape", "x", "rows_shape"), "x")  # x is in rows already when it has rank 2
+_PRODUCT = ("MatMul", _ROWS, "kernel")
+_LEADING = ("Slice", ("Cast", ("Shape", "x"), {"to": _INT32}), [0], [-1], [0])
+_DENSE = Rule(
+    (
+        "Reshape",
+        OneOf(("Add", _PRODUCT, "bias"), _PRODUCT),  # a bias of zeros is gone
+        ("Cast", ("Concat", _LEADING, "units"), {"to": _INT64}),
+    ),
+    _dense,
+)
+
+
+# layers/normalization.py
+
+
+def _layer_norm(graph, match):
+    epsilon = float(graph.constants[match["epsilon"]])
+    return graph.add(
+        "LayerNormalization", match["x"], match["gamma"], match["beta"], axis=-1, epsilon=epsilon, stash_type=1
+    )
+
+
+_CENTRED = ("Sub", "x", ("ReduceMean", "x", [-1], {"keepdims": 1}))
+_VARIANCE = ("ReduceMean", ("Mul", _CENTRED, _CENTRED), [-1], {"keepdims": 1})
+_LAYER_NORM = Rule(
+    ("Add", ("Mul", ("Div", _CENTRED, ("Sqrt", ("Add", _VARIANCE, "epsilon"))), "gamma"), "beta"),
+    _layer_norm,
+)
+
+
+# layers/feed_forward.py
+
+_GELU = Rule(
+    ("Mul", "x", ("Add", 0.5, ("Mul", 0.5, ("Erf", ("Mul", "x", 0.5**0.5))))),
+    lambda graph, match: graph.add("Gelu", match["x"], approximate="none"),
+)
+
+
+# layers/attention.py: one product makes queries, keys and values. The scale of the scores is folded into the queries.
+
+
+def _attention(graph, match):
+    kernels = [graph.constants[match[f"{name}_kernel"]] for name in ("query", "key", "value")]
+    biases = [
+        graph.constants[match[f"{name}_bias"]] if f"{name}_bias" in match else np.zeros(kernel.shape[1], kernel.dtype)
+        for name, kernel in zip(("query", "key", "value"), kernels, strict=True)
+    ]
+    scale = graph.constants[match["scale"]]
+    kernels[0], biases[0] = kernels[0] * scale, biases[0] * scale
+    _, _, heads, size = graph.constants[match["heads_shape"]].tolist()
+    packed = graph.add("MatMul", match["x"], np.concatenate(kernels, axis=1))
+    packed = graph.add("Add", packed, np.concatenate(biases))  # [B, T, 3 D]
+    packed = graph.add("Reshape", packed, np.array([0, 0, 3 * heads, size]))
+    packed = graph.add("Transpose", packed, perm=[0, 2, 1, 3])  # [B, 3 N, T, H]
+    query, key, value = graph.add("Split", packed, outputs=3, axis=1, num_outputs=3)  # [B, N, T, H] each
+    scores = graph.add("MatMul", query, graph.add("Transpose", key, perm=[0, 1, 3, 2]))  # [B, N, T, S]
+    weights = graph.add("Softmax", graph.add("Add", scores, match["masked"]), axis=-1)
+    context = graph.add("Mul", graph.add("MatMul", weights, value), match["has_key"])
+    context = graph.add("Transpose", context, perm=[0, 2, 1, 3])
+    return graph.add("Reshape", context, np.array([0, 0, heads * size]))
+
+
+def _projected(name):
+    product = ("MatMul", "x", f"{name}_kernel")
+    return ("Reshape", OneOf(("Add", product, f"{name}_bias"), product), "heads_shape")
+
+
+def _heads(rows):
+    return ("Transpose", rows, {"perm": [0, 2, 1, 3]})
+
+
+_QUERY = OneOf(_heads(("Mul", _projected("query"), "scale")), ("Mul", _heads(_projected("query")), "scale"))
+_KEY = OneOf(
+    ("Transpose", _heads(_projected("key")), {"perm": [0, 1, 3, 2]}),
+    ("Transpose", _projected("key"), {"perm": [0, 2, 3, 1]}),
+)
+_WEIGHTS = ("Softmax", ("Add", ("MatMul", _QUERY, _KEY), "masked"))
+_ATTENTION = Rule(
+    ("Reshape", _heads(("Mul", ("MatMul", _WEIGHTS, _heads(_projected("value"))), "has_key")), "joined_shape"),
+    _attention,
+)
+
+# where(attend, 0, _MASKED), for which tf2onnx writes a sum of products: 0 * -inf were it in float16.
+_MASK = Rule(
+    ("Add", ("Mul", ("Cast", "attend"), 0.0), ("Mul", ("Cast", ("Not", "attend")), "masked")),
+    lambda graph, match: graph.add("Where", match["attend"], np.float32(0), match["masked"]),
+)
+
+
+def _full_slice(graph, match):
+    starts, ends, steps = (graph.constants.get(match[name]) for name in ("starts", "ends", "steps"))
+    if starts is None or ends is None or (starts != 0).any() or (ends < 10**9).any() or (steps != 1).any():
+        return None
+    return match["x"]
+
+
+# x[:, None], which also writes a slice that takes all of x.
+_FULL_SLICE = Rule(("Slice", "x", "starts", "ends", "axes", "steps"), _full_slice)
+
+
+# layers/position.py
+
+
+def _position(graph, match):
+    length = graph.add("Shape", match["x"], start=1, end=2)
+    return graph.add("Slice", match["table"], np.array([0]), length, np.array([0]))
+
+
+_LENGTH = ("Squeeze", ("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), [0])
+_POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]), _position)
+
+
+# classifier.py: embedding * sqrt(D). Keras counts ids below 0 from the table's end.
+
+
+def _embedding(graph, match):
+    table = graph.constants[match["table"]]
+    return graph.add("Gather", table * graph.constants[match["scale"]], match["ids"], axis=0)
+
+
+_BELOW_0 = ("Less", ("Cast", "ids"), 0.0)
+_FROM_THE_END = ("Mul", ("Cast", _BELOW_0), ("Add", "ids", "vocab_size"))
+_WRAPPED = ("Add", _FROM_THE_END, ("Mul", "ids", ("Cast", ("Not", _BELOW_0))))
+_EMBEDDING = Rule(("Mul", ("Gather", "table", _WRAPPED), "scale"), _embedding)
