@@ -5,22 +5,77 @@ two Reshapes with the arithmetic of their shapes. The rules below put the standa
 that the patterns mirror are in `pipeline/layers/`.
 """
 
-import collections
-
 import numpy as np
 import onnx
 
-from export.patterns import Graph, OneOf, Rule
+from export.patterns import Graph, Named, OneOf, Rule
 from pipeline.errors import VerificationError
 
 _INT32, _INT64, _FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
 
 
-def fuse(graph_proto):
-    """Rewrites an `onnx.GraphProto` of opset 20 that tf2onnx made, in place, with standard operators only."""
+def fuse(graph_proto, vocab_size):
+    """Rewrites an `onnx.GraphProto` of opset 20 that tf2onnx made, in place, with standard operators only.
+
+    Args:
+        graph_proto: the graph of an `EncoderClassifier`. What no rule fits stays as it is.
+        vocab_size: number of token ids V. An id outside [0, V) makes the run fail on a CPU and the answer for its text
+            NaN on a GPU.
+    """
     graph = Graph(graph_proto)
-    graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _ATTENTION, _MASK, _POSITION, _EMBEDDING)
+    graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _ATTENTION, _MASK, _ANY, _POSITION)
+    graph.rewrite(_embedding(vocab_size), _pooling(vocab_size))
     graph.write()
+
+
+def count_operators(model):
+    """Returns what `manifest.json` tells about an ONNX file, name -> count.
+
+    `LayerNormalization`, `Gelu`: fused operators. `weight_products`: matrix products with a weight, of those
+    `int8_products` in 8 bits. `activation_products`: matrix products of two activations. `nodes`: all operators.
+
+    Args:
+        model: an `onnx.ModelProto`.
+    """
+    nodes, weights = model.graph.node, {i.name for i in model.graph.initializer}
+    products = [n for n in nodes if n.op_type in ("MatMul", "MatMulInteger", "Gemm")]
+    weighted = [n for n in products if weights.intersection(n.input[:2])]
+    return {
+        "nodes": len(nodes),
+        "LayerNormalization": sum(n.op_type == "LayerNormalization" for n in nodes),
+        "Gelu": sum(n.op_type == "Gelu" for n in nodes),
+        "weight_products": len(weighted),
+        "int8_products": sum(n.op_type == "MatMulInteger" for n in weighted),
+        "activation_products": len(products) - len(weighted),
+    }
+
+
+def check_counts(file, counts, num_layers, int8=False):
+    """Compares the counts of a file with those of an `EncoderClassifier` on which every rule fits.
+
+    Args:
+        file: name of the file, for the message.
+        counts: from `count_operators`.
+        num_layers: encoder layers L.
+        int8: whether the products with weights must be in 8 bits.
+
+    Raises:
+        VerificationError: an operator was not fused or not quantized; says which.
+    """
+    products = 4 * num_layers + 1  # of a layer: queries, keys and values; output; two of the feed-forward network
+    expected = {
+        "LayerNormalization": 2 * num_layers + 1,
+        "Gelu": num_layers,
+        "weight_products": products,
+        "int8_products": products if int8 else 0,
+        "activation_products": 2 * num_layers,
+    }
+    differ = [f"{name} {counts[name]} instead of {count}" for name, count in expected.items() if counts[name] != count]
+    if differ:
+        raise VerificationError(
+            f"{file} is not fused as the rules in export/fusion.py intend: {', '.join(differ)}. A layer was changed, or "
+            "another version of TensorFlow, Keras or tf2onnx writes it differently: make the rules fit."
+        )
 
 
 # layers/dense.py: rows of the last axis through one product, then back into the shape they came from. A product of any
@@ -121,6 +176,12 @@ _MASK = Rule(
     lambda graph, match: graph.add("Where", match["attend"], np.float32(0), match["masked"]),
 )
 
+# any(attend), for which tf2onnx counts; attend is 0 or 1 here.
+_ANY = Rule(
+    ("Cast", ("Greater", ("ReduceSum", Named("x", ("Cast", "attend", {"to": _FLOAT})), [-1]), 0.0), {"to": _FLOAT}),
+    lambda graph, match: graph.add("ReduceMax", match["x"], np.array([-1]), keepdims=0),
+)
+
 
 def _full_slice(graph, match):
     starts, ends, steps = (graph.constants.get(match[name]) for name in ("starts", "ends", "steps"))
@@ -145,15 +206,35 @@ _LENGTH = ("Squeeze", ("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), [0])
 _POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]), _position)
 
 
-# classifier.py: embedding * sqrt(D). Keras counts ids below 0 from the table's end.
+# classifier.py and layers/pooling.py: embedding * sqrt(D), and the mean over the real tokens.
+#
+# Keras counts ids below 0 from the table's end, and so does ONNX Runtime. Here an id outside the vocabulary is looked up
+# at V, which its CPU kernel refuses by name ("idx=V must be within the inclusive range [-V,V-1]"). Its CUDA kernel reads
+# zeros there; so that no answer looks right, the text's weights in the mean become NaN, and with them its logits.
 
 
-def _embedding(graph, match):
-    table = graph.constants[match["table"]]
-    return graph.add("Gather", table * graph.constants[match["scale"]], match["ids"], axis=0)
+def _is_known(graph, ids, vocab_size):
+    return graph.add("Equal", graph.add("Clip", ids, np.int32(0), np.int32(vocab_size - 1)), ids)
 
 
-_BELOW_0 = ("Less", ("Cast", "ids"), 0.0)
-_FROM_THE_END = ("Mul", ("Cast", _BELOW_0), ("Add", "ids", "vocab_size"))
-_WRAPPED = ("Add", _FROM_THE_END, ("Mul", "ids", ("Cast", ("Not", _BELOW_0))))
-_EMBEDDING = Rule(("Mul", ("Gather", "table", _WRAPPED), "scale"), _embedding)
+def _embedding(vocab_size):
+    def replace(graph, match):
+        table = graph.constants[match["table"]] * graph.constants[match["scale"]]
+        known = _is_known(graph, match["ids"], vocab_size)
+        return graph.add("Gather", table, graph.add("Where", known, match["ids"], np.int32(vocab_size)), axis=0)
+
+    below_0 = ("Less", ("Cast", "ids"), 0.0)
+    from_the_end = ("Mul", ("Cast", below_0), ("Add", "ids", vocab_size))
+    ids = ("Add", from_the_end, ("Mul", "ids", ("Cast", ("Not", below_0))))
+    return Rule(("Mul", ("Gather", "table", ids), "scale"), replace)
+
+
+def _pooling(vocab_size):
+    def replace(graph, match):
+        known = graph.add("Unsqueeze", _is_known(graph, match["ids"], vocab_size), np.array([2]))
+        weights = graph.add("Where", known, match["weights"], np.float32(np.nan))
+        return graph.add("ReduceSum", graph.add("Mul", match["x"], weights), np.array([1]), keepdims=0)
+
+    token_valid = ("Not", ("Equal", "ids", 0))
+    weights = Named("weights", ("Cast", ("Unsqueeze", token_valid, [2]), {"to": _FLOAT}))
+    return Rule(("ReduceSum", ("Mul", "x", weights), [1]), replace)

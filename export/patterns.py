@@ -6,7 +6,8 @@ A pattern is the expression as one would write it, in nested tuples:
 
 A string stands for any value, the same one wherever it occurs; a number or a list for a constant of this content; a
 tuple for the result of an operator, with its attributes in a dict at the end where they matter; `OneOf` for several
-forms of one thing. The operands of Add and Mul may stand in either order.
+forms of one thing; `Named` for an expression whose value is wanted too. The operands of Add and Mul may stand in either
+order.
 """
 
 import collections
@@ -26,6 +27,14 @@ class OneOf:
 
     def __init__(self, *patterns):
         self.patterns = patterns
+
+
+class Named:
+    """A pattern whose own value gets a name in the match."""
+
+    def __init__(self, name, pattern):
+        self.name = name
+        self.pattern = pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +101,9 @@ class Graph:
         elif isinstance(pattern, OneOf):
             for one in pattern.patterns:
                 yield from self._matches(value, one, found)
+        elif isinstance(pattern, Named):
+            for match in self._matches(value, pattern.name, found):
+                yield from self._matches(value, pattern.pattern, match)
         elif isinstance(pattern, tuple):
             yield from self._node_matches(self._producers.get(value), pattern, found)
         else:
@@ -156,6 +168,7 @@ class Graph:
         """Puts nodes and constants back, under names and in an order that follow from the graph's structure alone.
 
         The names that tf2onnx gives count up from one conversion to the next, and its order is that of hash values.
+        Equal constants and nodes are written once.
         """
         names = {name: name for name in ["", *(i.name for i in self._proto.input)]}
         contents, counts = {}, collections.Counter()
@@ -174,21 +187,29 @@ class Graph:
             if node is None:
                 names[value] = self._write_constant(self.constants[value], contents)
             else:
-                self._write_node(node, names, f"{node.op_type}_{counts[node.op_type]}")
-                counts[node.op_type] += 1
+                name = f"{node.op_type}_{counts[node.op_type]}"
+                counts[node.op_type] += self._write_node(node, names, contents, name)
 
     def _write_constant(self, array, contents):
         content = array.dtype.str, array.shape, array.tobytes()
         if content not in contents:
-            contents[content] = f"constant_{len(contents)}"
+            contents[content] = f"constant_{len(self._proto.initializer)}"
             self._proto.initializer.append(onnx.numpy_helper.from_array(array, contents[content]))
         return contents[content]
 
-    def _write_node(self, node, names, name):
+    def _write_node(self, node, names, contents, name):
+        """Writes a node, unless one with these inputs is there already; returns whether it did."""
+        attributes = sorted(node.attribute, key=lambda a: a.name)
+        inputs = [names[i] for i in node.input]
+        content = node.domain, node.op_type, *inputs, *(a.SerializeToString() for a in attributes)
+        if content in contents and not set(node.output) & set(self.outputs):
+            names.update(zip(node.output, contents[content], strict=True))
+            return False
         for i, output in enumerate(node.output):
             own = name if len(node.output) == 1 else f"{name}/{i}"
             names[output] = output if output in self.outputs else own
-        new = self._proto.node.add(op_type=node.op_type, domain=node.domain, name=name)
-        new.input.extend(names[i] for i in node.input)
+        new = self._proto.node.add(op_type=node.op_type, domain=node.domain, name=name, input=inputs)
         new.output.extend(names[o] for o in node.output)
-        new.attribute.extend(sorted(node.attribute, key=lambda a: a.name))
+        new.attribute.extend(attributes)
+        contents[content] = list(new.output)
+        return True
