@@ -7,9 +7,6 @@ from export.patterns import Graph, Rule
 
 _FLOAT, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
-# Largest difference of a probability from the trained model's.
-TOLERANCE = 1e-2
-
 # What float32 values are clamped to: the mask's -1e30 would become -inf, and a text without tokens NaN. Beside a real
 # score, -1e4 still has weight 0.
 _LARGEST = 1e4
@@ -35,7 +32,7 @@ def convert_float16(source, target):
         op_block_list=_FLOAT32_OPERATORS,
         node_block_list=_head(model.graph),
     )
-    values = onnx.shape_inference.infer_shapes(model).graph.value_info
+    values = [*onnx.shape_inference.infer_shapes(model).graph.value_info, *model.graph.output]
     in_float32 = {v.name for v in values if v.type.tensor_type.elem_type == _FLOAT}
 
     def unrounded(graph, match):

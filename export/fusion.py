@@ -73,8 +73,8 @@ def check_counts(file, counts, num_layers, int8=False):
     differ = [f"{name} {counts[name]} instead of {count}" for name, count in expected.items() if counts[name] != count]
     if differ:
         raise VerificationError(
-            f"{file} is not fused as the rules in export/fusion.py intend: {', '.join(differ)}. A layer was changed, or "
-            "another version of TensorFlow, Keras or tf2onnx writes it differently: make the rules fit."
+            f"{file} is not fused as the rules in export/fusion.py intend: {', '.join(differ)}. A layer was changed, "
+            "or another version of TensorFlow, Keras or tf2onnx writes it differently: make the rules fit."
         )
 
 
@@ -208,9 +208,9 @@ _POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]),
 
 # classifier.py and layers/pooling.py: embedding * sqrt(D), and the mean over the real tokens.
 #
-# Keras counts ids below 0 from the table's end, and so does ONNX Runtime. Here an id outside the vocabulary is looked up
-# at V, which its CPU kernel refuses by name ("idx=V must be within the inclusive range [-V,V-1]"). Its CUDA kernel reads
-# zeros there; so that no answer looks right, the text's weights in the mean become NaN, and with them its logits.
+# Keras counts ids below 0 from the table's end, and so does ONNX Runtime. Here an id outside the vocabulary is looked
+# up at V, which its CPU kernel refuses by name ("idx=V must be within the inclusive range [-V,V-1]"). Its CUDA kernel
+# reads zeros there; so that no answer looks right, such a token's weight in the mean is NaN, and so are the logits.
 
 
 def _is_known(graph, ids, vocab_size):

@@ -12,6 +12,7 @@ order.
 
 import collections
 import dataclasses
+import graphlib
 import itertools
 
 import numpy as np
@@ -43,12 +44,18 @@ class Rule:
 
     Attributes:
         pattern: a pattern, as above.
-        replace: called with (graph, match: string of the pattern -> name of the value); builds new nodes with `graph.add`
-            and returns the name of the value that replaces the one found, or None to leave this one as it is.
+        replace: called with the graph and the match (string of the pattern -> name of the value). Builds new nodes with
+            `graph.add` and returns the name of the value that replaces the one found, or None to leave it as it is.
     """
 
     pattern: tuple
     replace: callable
+
+
+def _in_running_order(nodes):
+    producers = {output: i for i, node in enumerate(nodes) for output in node.output}
+    needs = {i: [producers[name] for name in node.input if name in producers] for i, node in enumerate(nodes)}
+    return [nodes[i] for i in graphlib.TopologicalSorter(needs).static_order()]
 
 
 class Graph:
@@ -57,7 +64,7 @@ class Graph:
     def __init__(self, proto):
         """Takes an `onnx.GraphProto` without subgraphs; `write` puts the result back."""
         self._proto = proto
-        self.nodes = list(proto.node)
+        self.nodes = _in_running_order(proto.node)
         self.constants = {i.name: onnx.numpy_helper.to_array(i) for i in proto.initializer}
         self.outputs = [o.name for o in proto.output]
         self._names = itertools.count()
@@ -139,6 +146,8 @@ class Graph:
                 self._added = []
                 nodes.append(node)
                 if result is not None and node.output[0] in self.outputs:
+                    replaced |= {old: node.output[0] for old, new in replaced.items() if new == result}
+                    replaced[result] = node.output[0]
                     self._move_output(nodes, node, result)
                 elif result is not None:
                     replaced[node.output[0]] = result

@@ -8,10 +8,6 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from export.patterns import Graph, Rule
 
-# What an int8 file may cost on the test split, against the float32 file.
-MIN_AGREEMENT = 0.99  # share of rows whose label stays the same
-MAX_ACCURACY_DROP = 0.005
-
 
 def quantize_int8(source, target):
     """Writes the int8 form of an ONNX file, with the same inputs, outputs and metadata.

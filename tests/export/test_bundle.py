@@ -6,7 +6,7 @@ import json
 import pytest
 
 from export import bundle
-from export.quantize import MIN_AGREEMENT
+from export.verify import MAX_ACCURACY_DROP, MIN_AGREEMENT
 from pipeline.config import load_job
 from pipeline.contract import Manifest, list_files
 from tests.jobs import copy_trained, load_trained, published_job
@@ -61,17 +61,29 @@ def test_manifest_holds_no_path_of_the_staging_directory(ids_only):
     assert ".staged-" not in (ids_only[0] / "candidate" / "manifest.json").read_text()
 
 
-@pytest.mark.parametrize(("agreement", "stays"), [(1.0, True), (MIN_AGREEMENT, True), (MIN_AGREEMENT - 0.001, False)])
-def test_poor_int8_file_is_left_out_with_a_warning(job, tmp_path, agreement, stays):
+@pytest.mark.parametrize(
+    ("agreement", "drop", "stays"),
+    [
+        (1.0, 0.0, True),
+        (MIN_AGREEMENT, MAX_ACCURACY_DROP, True),
+        (MIN_AGREEMENT - 0.001, -0.1, False),
+        (1.0, MAX_ACCURACY_DROP + 0.001, False),
+    ],
+)
+def test_poor_int8_file_is_left_out_with_a_warning(job, tmp_path, agreement, drop, stays):
     manifest = Manifest.read(job.model_dir / "1")
-    parity = {"onnx/model.int8.onnx": {"cases": 9, "label_agreement": agreement}}
+    figures = {"cases": 9, "label_agreement": agreement, "float32_accuracy": drop, "accuracy": 0.0}
+    parity = {"onnx/model.int8.onnx": figures}
     (tmp_path / "onnx").mkdir()
     (tmp_path / "onnx" / "model.int8.onnx").write_bytes(b"x")
     manifest = dataclasses.replace(manifest, parity=parity, files=list_files(tmp_path), warnings=[])
     result = bundle._without_poor_int8(manifest, tmp_path)
     assert ("onnx/model.int8.onnx" in result.files) is stays
     assert (tmp_path / "onnx" / "model.int8.onnx").exists() is stays
+    assert ("onnx/model.int8.onnx" in result.graphs) is stays
     assert len(result.warnings) == (0 if stays else 1)
+    for figure in (f"{agreement:.2%}", f"{drop:.4f}", "0.0000"):
+        assert all(figure in warning for warning in result.warnings)
     json.dumps(dataclasses.asdict(result))
 
 

@@ -13,6 +13,7 @@ from export import bundle, verify
 from export.onnx_text import build_text_graph
 from export.saved_model import export_saved_model
 from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest, list_files
+from pipeline.dataset import Split
 from pipeline.errors import VerificationError
 from pipeline.text import train_tokenizer
 from tests.jobs import LABELS, MAX_LENGTH, VOCAB_SIZE, load_trained, make_rows, published_job
@@ -31,10 +32,11 @@ def trained(job):
 
 
 @pytest.fixture(scope="module")
-def cases(trained, tmp_path_factory):
+def cases(job, trained, tmp_path_factory):
     _, model, tokenizer, _, texts = trained
     path = tmp_path_factory.mktemp("cases") / "cases.npz"
-    verify.write_cases(path, lambda ids: model(ids, training=False), texts, tokenizer, MAX_LENGTH)
+    test = Split.load(job.run_dir / "data", "test")
+    verify.write_cases(path, lambda ids: model(ids, training=False), texts, tokenizer, MAX_LENGTH, test)
     return path
 
 
