@@ -10,7 +10,9 @@ import onnx.numpy_helper
 import pytest
 
 from export import bundle, verify
+from export.float16 import convert_float16
 from export.onnx_text import build_text_graph
+from export.quantize import quantize_int8
 from export.saved_model import export_saved_model
 from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest, list_files
 from pipeline.dataset import Split
@@ -137,3 +139,30 @@ def test_a_wrong_artifact_never_becomes_a_candidate(job, trained, tmp_path, monk
     with pytest.raises(VerificationError, match=r"deleted: onnx/model\.onnx: .*differs by up to 0\.\d+"):
         bundle.build_candidate(config, tmp_path, model, 1, "key", job.report, lambda line: None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data"]
+
+
+def test_smaller_precisions_are_compared_on_the_whole_test_split(job, version_dir, cases, tmp_path, monkeypatch):
+    """int8 answers with figures, for the exporter to judge; float16 beyond its tolerance is an error."""
+    monkeypatch.setattr(verify, "_RUNTIMES", {"onnxruntime": verify._check_onnx})  # for time
+    convert_float16(version_dir / ONNX_FILES["float32"], version_dir / ONNX_FILES["float16"])
+    _seal(version_dir)
+    parity = verify.verify(version_dir, cases)
+    rows = len(Split.load(job.run_dir / "data", "test"))
+    assert parity[ONNX_FILES["int8"]]["cases"] == rows
+    for file in (ONNX_FILES["int8"], ONNX_FILES["float16"]):
+        assert parity[file]["label_agreement"] >= verify.MIN_AGREEMENT
+        assert parity[file]["float32_accuracy"] == pytest.approx(job.report["test"]["accuracy"], abs=1e-9)
+        assert abs(parity[file]["accuracy"] - parity[file]["float32_accuracy"]) <= 1 / rows
+    assert 0 < parity[ONNX_FILES["float16"]]["max_abs_difference"] < verify.FLOAT16_TOLERANCE
+
+    # Wrong by far: int8 knows one label only, float16 is off by 0.1.
+    onnx.save(_shifted(onnx.load(version_dir / ONNX_FILES["float32"]), by=1e3), tmp_path / "shifted.onnx")
+    quantize_int8(tmp_path / "shifted.onnx", version_dir / ONNX_FILES["int8"])
+    _seal(version_dir)
+    figures = verify.verify(version_dir, cases)[ONNX_FILES["int8"]]
+    assert figures["label_agreement"] < 0.8
+    assert figures["accuracy"] < 0.8 < figures["float32_accuracy"]
+    onnx.save(_shifted(onnx.load(version_dir / ONNX_FILES["float16"])), version_dir / ONNX_FILES["float16"])
+    _seal(version_dir)
+    with pytest.raises(VerificationError, match=rf"deleted: {ONNX_FILES['float16']}: .*, allowed 0\.01\.$"):
+        verify.verify(version_dir, cases)
