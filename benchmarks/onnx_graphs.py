@@ -5,8 +5,8 @@
 
 `--before` also converts the same weights with the code of an older git revision; `--also` adds any file with the same
 inputs and outputs. Answers are compared before anything is timed. Contenders take turns, each with a session of its
-own; figures are medians, shares are of the float32 file's time. Prints one JSON object. (Not named onnx.py: Python would
-import it in the place of the package.)
+own; figures are medians, shares are of the float32 file's time. Prints one JSON object. (Not named onnx.py: Python
+would import it in the place of the package.)
 """
 
 import argparse
@@ -25,9 +25,10 @@ import onnxruntime as ort
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 8000
+SMALL = {"d_model": 128, "num_heads": 4, "d_ff": 256, "num_layers": 1, "max_length": 64}
 MODELS = {  # name -> (what differs from the reference model, batches as rows x tokens)
     "reference": ({}, [(1, 32), (1, 128), (16, 64), (8, 256)]),
-    "small": ({"d_model": 128, "num_heads": 4, "d_ff": 256, "num_layers": 1, "max_length": 64}, [(1, 16), (1, 64), (32, 64)]),
+    "small": (SMALL, [(1, 16), (1, 64), (32, 64)]),
 }
 # Largest difference of a probability; weights at random let int8 look worse than trained ones.
 TOLERANCES = {"int8": 5e-2}
