@@ -11,6 +11,7 @@ order.
 """
 
 import collections
+import collections.abc
 import dataclasses
 import graphlib
 import itertools
@@ -49,7 +50,7 @@ class Rule:
     """
 
     pattern: tuple
-    replace: callable
+    replace: collections.abc.Callable
 
 
 def _in_running_order(nodes):

@@ -23,7 +23,7 @@ def job(tmp_path_factory):
 def ids_only(job, tmp_path_factory):
     """(run directory, manifest, notes) of a candidate without text signature and int8."""
     copied = copy_trained(
-        job, tmp_path_factory.mktemp("ids-only"), export={"text_signature": False, "precisions": ["float32"]}
+        job, tmp_path_factory.mktemp("ids-only"), export={"text_signature": False, "precisions": ["float32", "float16"]}
     )
     notes = []
     manifest = bundle.build_candidate(
@@ -39,11 +39,19 @@ def test_candidate_is_what_the_job_asks_for(ids_only):
     manifest.check_files(candidate)
     assert manifest.files == list_files(candidate)
     assert (manifest.version, manifest.export_key, manifest.warnings) == (41, "some key", [])
-    assert sorted(p.name for p in (candidate / "onnx").iterdir()) == ["model.onnx", "model.text.onnx"]
-    assert set(manifest.parity) == {"saved_model", "onnx/model.onnx", "onnx/model.text.onnx"}
-    for figures in manifest.parity.values():
+    assert sorted(p.name for p in (candidate / "onnx").iterdir()) == [
+        "model.float16.onnx",
+        "model.onnx",
+        "model.text.onnx",
+    ]
+    onnx_files = {"onnx/model.onnx", "onnx/model.text.onnx", "onnx/model.float16.onnx"}
+    assert set(manifest.parity) == {"saved_model", *onnx_files}
+    for file, figures in manifest.parity.items():
         assert figures["cases"] > 0
-        assert 0 <= figures["max_abs_difference"] <= 1e-4
+        assert 0 <= figures["max_abs_difference"] <= (1e-2 if "float16" in file else 1e-4)
+    assert set(manifest.graphs) == onnx_files
+    for counts in manifest.graphs.values():
+        assert (counts["LayerNormalization"], counts["Gelu"], counts["weight_products"]) == (3, 1, 5)
     assert manifest.job["export"]["text_signature"] is False
     assert not list(run_dir.glob(".staged-*"))
     assert len(notes) == 2
