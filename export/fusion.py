@@ -135,7 +135,7 @@ def _attention(graph, match):
         graph.constants[match[f"{name}_bias"]] if f"{name}_bias" in match else np.zeros(kernel.shape[1], kernel.dtype)
         for name, kernel in zip(("query", "key", "value"), kernels, strict=True)
     ]
-    scale = graph.constants[match["scale"]]
+    scale = graph.constants[match["scale"]] if "scale" in match else np.float32(1)  # heads of size 1 have none
     kernels[0], biases[0] = kernels[0] * scale, biases[0] * scale
     _, _, heads, size = graph.constants[match["heads_shape"]].tolist()
     packed = graph.add("MatMul", match["x"], np.concatenate(kernels, axis=1))
@@ -150,25 +150,20 @@ def _attention(graph, match):
     return graph.add("Reshape", context, np.array([0, 0, heads * size]))
 
 
-def _projected(name):
+def _swapped(x):
+    return ("Transpose", x, {"perm": [0, 2, 1, 3]})
+
+
+def _heads(name):
     product = ("MatMul", "x", f"{name}_kernel")
-    return ("Reshape", OneOf(("Add", product, f"{name}_bias"), product), "heads_shape")
+    return _swapped(("Reshape", OneOf(("Add", product, f"{name}_bias"), product), "heads_shape"))
 
 
-def _heads(rows):
-    return ("Transpose", rows, {"perm": [0, 2, 1, 3]})
-
-
-_QUERY = OneOf(_heads(("Mul", _projected("query"), "scale")), ("Mul", _heads(_projected("query")), "scale"))
-_KEY = OneOf(
-    ("Transpose", _heads(_projected("key")), {"perm": [0, 1, 3, 2]}),
-    ("Transpose", _projected("key"), {"perm": [0, 2, 3, 1]}),
-)
+_QUERY = OneOf(("Mul", _heads("query"), "scale"), _heads("query"))
+_KEY = ("Transpose", _heads("key"), {"perm": [0, 1, 3, 2]})
 _WEIGHTS = ("Softmax", ("Add", ("MatMul", _QUERY, _KEY), "masked"))
-_ATTENTION = Rule(
-    ("Reshape", _heads(("Mul", ("MatMul", _WEIGHTS, _heads(_projected("value"))), "has_key")), "joined_shape"),
-    _attention,
-)
+_CONTEXT = ("Mul", ("MatMul", _WEIGHTS, _heads("value")), "has_key")
+_ATTENTION = Rule(("Reshape", _swapped(_CONTEXT), "joined_shape"), _attention)
 
 # where(attend, 0, _MASKED), for which tf2onnx writes a sum of products: 0 * -inf were it in float16.
 _MASK = Rule(

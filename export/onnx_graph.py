@@ -17,8 +17,9 @@ from pipeline.errors import VerificationError
 _TF2ONNX_OPSET = 18
 _IR_VERSION = 9  # the first that goes with operator set 20
 # `remove_back_to_back` writes wrong Reshapes for Dense layers; `global_pool_optimizer` turns LayerNorm's means into
-# pooling operators that no runtime fuses.
-_LEFT_OUT_PASSES = {"remove_back_to_back", "global_pool_optimizer"}
+# pooling operators that no runtime fuses; `optimize_transpose` moves the transposes of attention about, and makes them
+# Reshapes where there is one head.
+_LEFT_OUT_PASSES = {"remove_back_to_back", "global_pool_optimizer", "optimize_transpose"}
 
 
 def convert(model, opset, metadata):

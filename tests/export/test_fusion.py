@@ -14,7 +14,7 @@ from export.patterns import Graph, Named, OneOf, Rule
 from pipeline.errors import VerificationError
 from tests.jobs import run_python
 
-_SIZES = {"d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 9}
+_SIZES = {"d_model": 16, "d_ff": 24, "max_length": 9}
 _VOCAB_SIZE = 40
 
 # Another process, with other hash values, that has built another model before.
@@ -91,12 +91,12 @@ def test_what_is_written_follows_from_the_structure_alone():
     assert one.SerializeToString() == other.SerializeToString()
 
 
-def build_model(num_layers=2, with_biases=True):
+def build_model(num_layers=2, num_heads=2, with_biases=True):
     """Returns an untrained classifier whose biases aren't all zero; imports TensorFlow here."""
     from pipeline.classifier import build_classifier
     from pipeline.config import ModelConfig
 
-    model = build_classifier(ModelConfig(**_SIZES, num_layers=num_layers), _VOCAB_SIZE, 3, seed=5)
+    model = build_classifier(ModelConfig(**_SIZES, num_layers=num_layers, num_heads=num_heads), _VOCAB_SIZE, 3, seed=5)
     rng = np.random.default_rng(0)
     for weight in model.weights if with_biases else []:
         weight.assign(weight.numpy() + rng.normal(0, 0.1, weight.shape).astype(np.float32))
@@ -147,11 +147,12 @@ def test_the_graph_is_fused_and_small(converted):
 
 
 @pytest.mark.slow
-def test_a_model_whose_biases_are_zero_is_fused_too():
-    """TensorFlow drops the addition of zeros."""
-    model = build_model(with_biases=False)
+@pytest.mark.parametrize("settings", [{"with_biases": False}, {"num_heads": 1}, {"num_heads": 16}])
+def test_what_tensorflow_simplifies_is_fused_too(settings):
+    """It drops the addition of zeros, and the scale of heads of size 1."""
+    model = build_model(num_layers=1, **settings)
     proto = _convert(model)
-    fusion.check_counts("model.onnx", fusion.count_operators(proto), 2)
+    fusion.check_counts("model.onnx", fusion.count_operators(proto), 1)
     token_ids = np.array([[3, 7, 9, 0], [0, 0, 0, 0]], np.int32)
     expected = np.asarray(model(token_ids, training=False))
     np.testing.assert_allclose(_run(proto, token_ids=token_ids)[0], expected, rtol=1e-5, atol=1e-5)
