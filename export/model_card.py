@@ -16,7 +16,8 @@ _FEW_ROWS = 10  # figures of a class with fewer test rows say little
 _PURPOSE = {
     SAVED_MODEL: "TensorFlow Serving, with `variables/` and `assets.extra/`",
     ONNX_FILES["float32"]: "token ids in; standard operators only",
-    ONNX_FILES["int8"]: "the same in 8 bits",
+    ONNX_FILES["int8"]: "the same in 8 bits, for CPUs",
+    ONNX_FILES["float16"]: "the same in 16 bits, for GPUs",
     ONNX_TEXT: "text in; needs ONNX Runtime Extensions",
     TOKENIZER_MODEL: "SentencePiece",
 }
@@ -148,7 +149,7 @@ def _limits(manifest, data):
         f"- A NUL character counts as a blank, but some interfaces of ONNX Runtime end a string there before "
         f"`{ONNX_TEXT}` sees it: replace it first."
     )
-    lines.append("- Ids outside the vocabulary are refused by the SavedModel, not by ONNX Runtime.")
+    lines.append("- An id outside the vocabulary is an error; in ONNX Runtime on a GPU the answer for that text is NaN.")
     return lines + [f"- {escape(warning)}" for warning in (*data["warnings"], *manifest.warnings)]
 
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf2onnx.optimizer
 from tf2onnx import tf_loader, tfonnx
 
+from export.fusion import fuse
 from export.saved_model import classify_function
 from pipeline.contract import LOGITS, PAD_ID, PROBABILITIES, TOKEN_IDS
 from pipeline.errors import VerificationError
@@ -16,12 +17,16 @@ from pipeline.errors import VerificationError
 _TF2ONNX_OPSET = 18
 _IR_VERSION = 9  # the first that goes with operator set 20
 # `remove_back_to_back` writes wrong Reshapes for Dense layers; `global_pool_optimizer` turns LayerNorm's means into
-# pooling operators that no runtime fuses.
-_LEFT_OUT_PASSES = {"remove_back_to_back", "global_pool_optimizer"}
+# pooling operators that no runtime fuses; `optimize_transpose` moves the transposes of attention about, and makes them
+# Reshapes where there is one head.
+_LEFT_OUT_PASSES = {"remove_back_to_back", "global_pool_optimizer", "optimize_transpose"}
 
 
 def convert(model, opset, metadata):
     """Converts a classifier to ONNX with standard operators only.
+
+    The same weights give the same bytes, in any process. A token id outside the vocabulary makes the run fail on a CPU,
+    and the logits of its text NaN on a GPU; see `export.fusion`.
 
     Args:
         model: a built `EncoderClassifier` in float32.
@@ -34,6 +39,13 @@ def convert(model, opset, metadata):
     Raises:
         VerificationError: an operation has no ONNX form; names it.
     """
+    proto = _from_tensorflow(model)
+    proto = onnx.version_converter.convert_version(proto, opset)
+    fuse(proto.graph, model.embedding.input_dim)
+    return _finish(proto, opset, metadata)
+
+
+def _from_tensorflow(model):
     function = classify_function(model).get_concrete_function()
     inputs = [t.name for t in function.inputs if t.dtype != tf.resource]
     outputs = {function.structured_outputs[name].name: name for name in (LOGITS, PROBABILITIES)}
@@ -59,8 +71,7 @@ def convert(model, opset, metadata):
     foreign = sorted({node.op_type for node in proto.graph.node if not onnx.defs.has(node.op_type, node.domain)})
     if foreign:
         raise VerificationError(f"the model cannot be converted to ONNX: it has no operator for {', '.join(foreign)}")
-    proto = onnx.version_converter.convert_version(proto, opset)
-    return _finish(proto, opset, metadata)
+    return proto
 
 
 def make_metadata(name, version, labels, max_length, tokenizer_sha256):

@@ -4,6 +4,8 @@ The process that trained writes the cases and the model's answers with `write_ca
 per runtime (TensorFlow and ONNX Runtime Extensions crash together), each of which writes what it saw as JSON.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,21 +27,27 @@ from pipeline.contract import (
     TOKEN_IDS_SIGNATURE,
     Manifest,
 )
+from pipeline.dataset import Split
 from pipeline.errors import VerificationError
-from pipeline.evaluation import softmax
+from pipeline.evaluation import predict_logits, softmax
 from pipeline.files import read_json
 from pipeline.text import Tokenizer, pad
 
 TOLERANCE = 1e-4  # absolute, and relative for answers above 1
+FLOAT16_TOLERANCE = 1e-2  # of probabilities
+# What int8 may cost on the test split, against float32.
+MIN_AGREEMENT = 0.99  # share of rows whose label stays the same; float16 too
+MAX_ACCURACY_DROP = 0.005
 REAL_TEXTS = 200
 # What real data may lack: nothing at all, blanks, other scripts, signs outside the BMP, more than max_length.
 _ODD_TEXTS = ["", "   ", "\t\n", "naïve café – 100 %", "好看，推荐！", "\U0001f600\U0001f44d\u200d", "so " * 3000]
 # Runs of one sign have many equally good segmentations: every runtime must choose the same.
 _ODD_TEXTS += ["she said ???????? 2.", "Noooooo!!!!!!!!!", "times ...........", "aaahhhhhhh *******", "so" + "o" * 40]
 _BATCH_SIZES = (1, 3, 17)
+_TEST_BATCH = 64  # rows, of like length
 
 
-def write_cases(path, predict, texts, tokenizer, max_length):
+def write_cases(path, predict, texts, tokenizer, max_length, test):
     """Writes inputs and the trained model's answers for them.
 
     Args:
@@ -48,6 +56,7 @@ def write_cases(path, predict, texts, tokenizer, max_length):
         texts: real texts; the first 200 are used.
         tokenizer: the `Tokenizer` the model was trained with.
         max_length: longest text, in tokens.
+        test: the test `Split`, on which the smaller precisions are compared with float32.
     """
     rng = np.random.default_rng(0)
     cases = {}
@@ -67,6 +76,7 @@ def write_cases(path, predict, texts, tokenizer, max_length):
     texts = [*texts[:REAL_TEXTS], *_ODD_TEXTS]
     rows = tokenizer.encode(texts, max_length)
     logits = [np.asarray(predict(pad([row])), np.float32)[0] for row in rows]
+    cases |= {f"test/{field.name}": getattr(test, field.name) for field in dataclasses.fields(test)}
     np.savez(path, texts=np.array(json.dumps(texts)), text_logits=np.stack(logits), **cases)
 
 
@@ -74,14 +84,19 @@ def verify(version_dir, cases):
     """Compares every artifact of `version_dir` with the answers in `cases`, in fresh processes.
 
     Returns:
-        artifact -> figures: cases, max_abs_difference, and for int8 label_agreement instead.
+        artifact -> figures: cases and max_abs_difference; for int8 and float16 label_agreement, accuracy and
+        float32_accuracy on the test split, whose rows are the cases of int8.
 
     Raises:
         VerificationError: an artifact cannot be loaded, or differs; says which, where and by how much.
     """
     parity = {}
-    for runtime in _RUNTIMES:
-        parity |= _in_fresh_process(runtime, version_dir, cases)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
+        checks = [_Check(runtime, version_dir, cases, Path(scratch)) for runtime in _RUNTIMES]
+        for check in checks:  # side by side: most of the time is imports
+            running.enter_context(check)
+        for check in checks:
+            parity |= check.answer()
     differing = [f"{artifact}: {p['failed']}" for artifact, p in parity.items() if "failed" in p]
     if differing:
         raise VerificationError(
@@ -90,22 +105,41 @@ def verify(version_dir, cases):
     return parity
 
 
-def _in_fresh_process(runtime, version_dir, cases):
-    root = str(Path(__file__).resolve().parents[1])  # the child finds this code wherever it was started from
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with tempfile.TemporaryDirectory() as scratch:
-        answer = Path(scratch) / "answer.json"
-        command = [sys.executable, "-m", "export.verify", runtime, str(version_dir), str(cases), str(answer)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-        parity = read_json(answer)
-    if done.returncode or parity is None:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise VerificationError(
-            f"exported artifacts could not be checked with {runtime} and were deleted: "
-            f"exit code {done.returncode}, {last}"
-        )
-    return parity
+class _Check:
+    """The fresh process that checks the artifacts of one runtime; it is killed at the end of the block."""
+
+    def __init__(self, runtime, version_dir, cases, scratch):
+        self._runtime = runtime
+        self._answer = scratch / f"{runtime}.json"
+        self._stderr = scratch / f"{runtime}.stderr"
+        self._command = [sys.executable, "-m", "export.verify", runtime, version_dir, cases, self._answer]
+
+    def __enter__(self):
+        root = str(Path(__file__).resolve().parents[1])  # the child finds this code wherever it was started from
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        with open(self._stderr, "wb") as stderr:
+            self._process = subprocess.Popen(
+                list(map(str, self._command)), env=environment, stdout=subprocess.DEVNULL, stderr=stderr
+            )
+        return self
+
+    def __exit__(self, *exc_info):
+        self._process.kill()
+        self._process.wait()
+
+    def answer(self):
+        """Waits for what the process found."""
+        code = self._process.wait()
+        parity = read_json(self._answer)
+        if code or parity is None:
+            stderr = self._stderr.read_text(encoding="utf-8", errors="replace")
+            last = (stderr.strip().splitlines() or ["no message"])[-1]
+            raise VerificationError(
+                f"exported artifacts could not be checked with {self._runtime} and were deleted: "
+                f"exit code {code}, {last}"
+            )
+        return parity
 
 
 # What follows runs in the fresh process.
@@ -114,7 +148,8 @@ def _in_fresh_process(runtime, version_dir, cases):
 class _Comparison:
     """Collects the differences of one artifact."""
 
-    def __init__(self):
+    def __init__(self, tolerance=TOLERANCE):
+        self.tolerance = tolerance
         self.cases = 0
         self.max_abs_difference = 0.0
         self.failed = None
@@ -127,8 +162,8 @@ class _Comparison:
             return
         difference = np.abs(found - expected)
         self.max_abs_difference = max(self.max_abs_difference, float(difference.max()))
-        if (difference > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
-            self._fail(f"{case}: differs by up to {difference.max():.3g}, allowed {TOLERANCE}")
+        if (difference > self.tolerance * np.maximum(1.0, np.abs(expected))).any():
+            self._fail(f"{case}: differs by up to {difference.max():.3g}, allowed {self.tolerance}")
 
     def require(self, case, holds, message):
         self.cases += 1
@@ -194,12 +229,52 @@ def _check_onnx(version_dir, cases):
     comparison.add("text logits", classifier.logits(pad(rows)), text_logits)
     comparison.add("text probabilities", classifier.probabilities(texts), softmax(text_logits))
     parity = {ONNX_FILES["float32"]: comparison.result()}
-    if ONNX_FILES["int8"] in manifest.files:
-        quantized = OnnxClassifier.load(version_dir, precision="int8").probabilities(texts)
-        agreement = (quantized.argmax(axis=1) == text_logits.argmax(axis=1)).mean()
-        failed = {} if np.isfinite(quantized).all() else {"failed": "an answer is not finite"}
-        parity[ONNX_FILES["int8"]] = {"cases": len(texts), "label_agreement": float(agreement), **failed}
+    smaller = [p for p in ("int8", "float16") if ONNX_FILES[p] in manifest.files]
+    expected = _test_logits(classifier, cases) if smaller else None
+    for precision in smaller:
+        loaded = OnnxClassifier.load(version_dir, precision=precision)
+        check = {"int8": _check_int8, "float16": _check_float16}[precision]
+        parity[ONNX_FILES[precision]] = check(loaded, cases, expected)
     return parity
+
+
+def _check_int8(classifier, cases, expected):
+    """How many labels differ is for the caller to judge: the file is left out then, and the version goes on."""
+    texts, _ = _text_cases(cases)
+    found = _test_logits(classifier, cases)
+    finite = np.isfinite(found).all() and np.isfinite(classifier.probabilities(texts)).all()
+    failed = {} if finite else {"failed": "an answer is not finite"}
+    return {"cases": len(found), **_labels_compared(found, expected, cases), **failed}
+
+
+def _check_float16(classifier, cases, expected):
+    comparison = _Comparison(FLOAT16_TOLERANCE)
+    for case, token_ids, logits in _id_cases(cases):
+        comparison.add(f"{case} probabilities", softmax(classifier.logits(token_ids)), softmax(logits))
+    texts, text_logits = _text_cases(cases)
+    comparison.add("text probabilities", classifier.probabilities(texts), softmax(text_logits))
+    found = _test_logits(classifier, cases)
+    comparison.add("test probabilities", softmax(found), softmax(expected))
+    figures = _labels_compared(found, expected, cases)
+    agreement = figures["label_agreement"]
+    comparison.require("test labels", agreement >= MIN_AGREEMENT, f"{agreement:.2%} agree, allowed {MIN_AGREEMENT:.0%}")
+    return {**comparison.result(), **figures}
+
+
+def _test_logits(classifier, path):
+    split = _test_split(path)
+    by_length = np.argsort(split.lengths, kind="stable")
+    return predict_logits(classifier.logits, split, np.array_split(by_length, len(split) // _TEST_BATCH + 1))
+
+
+def _labels_compared(found, expected, cases):
+    gold = _test_split(cases).labels
+    labels, expected = found.argmax(axis=1), expected.argmax(axis=1)
+    return {
+        "label_agreement": float((labels == expected).mean()),
+        "accuracy": float((labels == gold).mean()),
+        "float32_accuracy": float((expected == gold).mean()),
+    }
 
 
 def _check_onnx_text(version_dir, cases):
@@ -229,6 +304,11 @@ def _id_cases(path):
         for name in cases.files:
             if name.startswith("ids/"):
                 yield name, cases[name], cases["logits/" + name.removeprefix("ids/")]
+
+
+def _test_split(path):
+    with np.load(path) as cases:
+        return Split(**{f.name: cases[f"test/{f.name}"] for f in dataclasses.fields(Split)})
 
 
 def _text_cases(path):

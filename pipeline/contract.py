@@ -33,7 +33,11 @@ TIMINGS = frozenset({"real_tokens_per_s", "waiting_share", "training_s", "waitin
 MANIFEST = "manifest.json"
 TOKENIZER_MODEL = "tokenizer.model"
 ONNX_DIR = "onnx"
-ONNX_FILES = {"float32": "onnx/model.onnx", "int8": "onnx/model.int8.onnx"}
+ONNX_FILES = {
+    "float32": "onnx/model.onnx",
+    "int8": "onnx/model.int8.onnx",
+    "float16": "onnx/model.float16.onnx",
+}
 ONNX_TEXT = "onnx/model.text.onnx"
 SAVED_MODEL = "saved_model.pb"
 WARMUP = "assets.extra/tf_serving_warmup_requests"
@@ -78,7 +82,7 @@ class Manifest:
         export_key: SHA-256 over everything this version was made from.
         packages: package name -> version used for training and export.
         source_revision: git revision of the pipeline, "" when unknown.
-        graphs: per ONNX file, what the exporter counted in it, e.g. fused operators.
+        graphs: per ONNX file, what the exporter counted in it, e.g. fused operators; see `export.fusion`.
         label_counts: label -> training rows, in index order; 0 for a class that was kept without rows.
         forced: empty, or who published against the gate: {"by", "at", "reasons"}.
         republished: empty, or for a copy that a rollback made: {"from", "by", "at"}, `from` being the first version

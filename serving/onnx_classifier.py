@@ -56,7 +56,8 @@ class OnnxClassifier:
 
         Args:
             version_dir: path of a published version, e.g. models/NAME/1.
-            precision: "float32" or "int8", if it was exported.
+            precision: "float32", "int8" or "float16", if it was exported. float16 is for GPUs: on a CPU it is slower
+                than float32. All take and give the same dtypes.
             providers: ONNX Runtime execution providers, first choice first. None: CUDA when this
                 ONNX Runtime has it, then CPU.
             threads: CPU threads that compute one batch. None: ONNX Runtime's own choice, one per core.
@@ -100,7 +101,7 @@ class OnnxClassifier:
     def probabilities(self, texts):
         """Returns float32 [N, C], one row per text in order, columns in label order.
 
-        In float32 a text's row does not depend on the others beyond rounding (1e-5). int8 scales its
+        In float32 a text's row does not depend on the others beyond rounding (1e-5; float16: 1e-2). int8 scales its
         activations over a whole batch, so there a row moves a little with its batch mates.
 
         Raises:
@@ -140,7 +141,7 @@ class OnnxClassifier:
                 f"token_ids must have 1 to max_length={self.max_length} columns. "
                 f"Received: shape={list(token_ids.shape)}"
             )
-        # ONNX Runtime would take a negative id from the table's end and, on GPU, read zeros beyond it.
+        # The graph refuses them as well on a CPU, but on a GPU its answer is NaN, and its message says no position.
         vocab_size = self._tokenizer.vocab_size
         outside = np.argwhere((token_ids < 0) | (token_ids >= vocab_size))
         if len(outside):

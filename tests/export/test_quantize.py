@@ -4,9 +4,11 @@ import logging
 
 import numpy as np
 import onnx
+import onnx.numpy_helper
 import onnxruntime as ort
 import pytest
 
+from export import fusion
 from export.quantize import quantize_int8
 from pipeline.text import Tokenizer, pad
 from tests.jobs import MAX_LENGTH, make_rows, published_job
@@ -39,11 +41,31 @@ def test_same_interface(version_dir, quantized):
     onnx.checker.check_model(result, full_check=True)
 
 
-def test_weights_are_int8_of_seven_bits(quantized):
-    weights = [i for i in onnx.load(quantized).graph.initializer if i.data_type == onnx.TensorProto.INT8 and i.dims]
-    matrices = [onnx.numpy_helper.to_array(w) for w in weights if len(w.dims) == 2]
-    assert len(matrices) >= 7  # embedding, query, key, value, output, two of the feed-forward network
-    assert max(np.abs(m.astype(int)).max() for m in matrices if m.shape[0] != 340) <= 64
+def test_every_product_with_a_weight_is_int8(quantized):
+    graph = onnx.load(quantized).graph
+    fusion.check_counts("int8", fusion.count_operators(onnx.load(quantized)), 1, int8=True)
+    arrays = {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer}
+    kernels = [arrays[node.input[1]] for node in graph.node if node.op_type == "MatMulInteger"]
+    # Queries, keys and values; the output projection; two of the feed-forward network; the head.
+    assert [kernel.shape for kernel in kernels] == [(16, 48), (16, 16), (16, 32), (32, 16), (16, 2)]
+    for kernel in kernels:
+        # 7 bits, and a scale for each output channel: the largest value of every one is reached.
+        assert (np.abs(kernel.astype(int)).max(axis=0) >= 63).all()
+        assert np.abs(kernel.astype(int)).max() <= 64
+    floats = [array for array in arrays.values() if array.dtype == np.float32]
+    assert not [array.shape for array in floats if array.ndim == 2 and array.shape not in [(MAX_LENGTH, 16), (340, 1)]]
+
+
+def test_the_embedding_has_a_scale_for_each_row(version_dir, quantized):
+    def table(path):
+        graph = onnx.load(path).graph
+        arrays = {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer}
+        return [arrays[node.input[0]] for node in graph.node if node.op_type == "Gather"]
+
+    (expected,), (rows, scale) = table(version_dir / "onnx" / "model.onnx"), table(quantized)
+    assert rows.dtype == np.int8
+    assert (np.abs(rows.astype(int)).max(axis=1) == 127).all()
+    assert (np.abs(rows * scale - expected) <= np.abs(expected).max(axis=1, keepdims=True) / 250).all()
 
 
 def test_nearly_the_same_answers(version_dir, quantized):

@@ -59,16 +59,10 @@ def _differing(first, second):
 def test_two_exports_differ_in_the_time_alone(job, moved):
     """One was made by the process that trained, the other by one that read the checkpoint."""
     versions = job.model_dir / "1", moved
-    assert {file for file in _differing(*versions) if not file.startswith("onnx/")} == {MANIFEST}
+    assert _differing(*versions) == {MANIFEST}
     first, second = (dataclasses.asdict(Manifest.read(version)) for version in versions)
     assert first.pop("created") < second.pop("created")
-    assert set(first.pop("files")) == set(second.pop("files"))
     assert first == second
-
-
-@pytest.mark.xfail(reason="tf2onnx orders and numbers nodes by what the process did before", strict=False)
-def test_two_exports_have_the_same_onnx_files(job, moved):
-    assert not {file for file in _differing(job.model_dir / "1", moved) if file.startswith("onnx/")}
 
 
 def test_no_file_names_a_place_of_this_machine(job):

@@ -11,9 +11,12 @@ import onnx.numpy_helper
 import pytest
 
 from export import bundle, verify
+from export.float16 import convert_float16
 from export.onnx_text import build_text_graph
+from export.quantize import quantize_int8
 from export.saved_model import export_saved_model
 from pipeline.contract import ONNX_FILES, ONNX_TEXT, WARMUP, Manifest, list_files
+from pipeline.dataset import Split
 from pipeline.errors import VerificationError
 from pipeline.text import train_tokenizer
 from tests.jobs import LABELS, MAX_LENGTH, VOCAB_SIZE, load_trained, make_rows, published_job
@@ -32,10 +35,11 @@ def trained(job):
 
 
 @pytest.fixture(scope="module")
-def cases(trained, tmp_path_factory):
+def cases(job, trained, tmp_path_factory):
     _, model, tokenizer, _, texts = trained
     path = tmp_path_factory.mktemp("cases") / "cases.npz"
-    verify.write_cases(path, lambda ids: model(ids, training=False), texts, tokenizer, MAX_LENGTH)
+    test = Split.load(job.run_dir / "data", "test")
+    verify.write_cases(path, lambda ids: model(ids, training=False), texts, tokenizer, MAX_LENGTH, test)
     return path
 
 
@@ -146,3 +150,30 @@ def test_a_wrong_artifact_never_becomes_a_candidate(job, trained, tmp_path, monk
     with pytest.raises(VerificationError, match=r"deleted: onnx/model\.onnx: .*differs by up to 0\.\d+"):
         bundle.build_candidate(config, tmp_path, model, 1, "key", job.report, lambda line: None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data"]
+
+
+def test_smaller_precisions_are_compared_on_the_whole_test_split(job, version_dir, cases, tmp_path, monkeypatch):
+    """int8 answers with figures, for the exporter to judge; float16 beyond its tolerance is an error."""
+    monkeypatch.setattr(verify, "_RUNTIMES", {"onnxruntime": verify._check_onnx})  # for time
+    convert_float16(version_dir / ONNX_FILES["float32"], version_dir / ONNX_FILES["float16"])
+    _seal(version_dir)
+    parity = verify.verify(version_dir, cases)
+    rows = len(Split.load(job.run_dir / "data", "test"))
+    assert parity[ONNX_FILES["int8"]]["cases"] == rows
+    for file in (ONNX_FILES["int8"], ONNX_FILES["float16"]):
+        assert parity[file]["label_agreement"] >= verify.MIN_AGREEMENT
+        assert parity[file]["float32_accuracy"] == pytest.approx(job.report["test"]["accuracy"], abs=1e-9)
+        assert abs(parity[file]["accuracy"] - parity[file]["float32_accuracy"]) <= 1 / rows
+    assert 0 < parity[ONNX_FILES["float16"]]["max_abs_difference"] < verify.FLOAT16_TOLERANCE
+
+    # Wrong by far: int8 knows one label only, float16 is off by 0.1.
+    onnx.save(_shifted(onnx.load(version_dir / ONNX_FILES["float32"]), by=1e3), tmp_path / "shifted.onnx")
+    quantize_int8(tmp_path / "shifted.onnx", version_dir / ONNX_FILES["int8"])
+    _seal(version_dir)
+    figures = verify.verify(version_dir, cases)[ONNX_FILES["int8"]]
+    assert figures["label_agreement"] < 0.8
+    assert figures["accuracy"] < 0.8 < figures["float32_accuracy"]
+    onnx.save(_shifted(onnx.load(version_dir / ONNX_FILES["float16"])), version_dir / ONNX_FILES["float16"])
+    _seal(version_dir)
+    with pytest.raises(VerificationError, match=rf"deleted: {ONNX_FILES['float16']}: .*, allowed 0\.01\.$"):
+        verify.verify(version_dir, cases)

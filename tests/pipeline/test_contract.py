@@ -46,7 +46,11 @@ def version_dir(tmp_path):
 
 def test_names_that_services_rely_on():
     assert (contract.PAD_ID, contract.UNK_ID) == (0, 1)
-    assert contract.ONNX_FILES == {"float32": "onnx/model.onnx", "int8": "onnx/model.int8.onnx"}
+    assert contract.ONNX_FILES == {
+        "float32": "onnx/model.onnx",
+        "int8": "onnx/model.int8.onnx",
+        "float16": "onnx/model.float16.onnx",
+    }
     assert (contract.ONNX_TEXT, contract.MANIFEST) == ("onnx/model.text.onnx", "manifest.json")
     assert contract.WARMUP == "assets.extra/tf_serving_warmup_requests"
     assert (contract.SERVING_SIGNATURE, contract.TOKEN_IDS_SIGNATURE) == ("serving_default", "token_ids")

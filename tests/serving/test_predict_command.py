@@ -170,7 +170,7 @@ def test_bad_rows_are_named_and_leave_no_output(version_dir, tmp_path, capfd, na
     [
         ((), "required"),
         (("predict", "good"), "--model"),
-        (("predict", "--model", "{model}", "--precision", "float16", "good"), "invalid choice: 'float16'"),
+        (("predict", "--model", "{model}", "--precision", "int4", "good"), "invalid choice: 'int4'"),
         (("predict", "--model", "{model}", "--threads", "0", "good"), "threads=0"),
         (("batch", "--model", "{model}", "--input", "{tmp}/none.csv", "--output", "{tmp}/o"), "no file"),
         (("batch", "--model", "{model}", "--input", "{tmp}/in.pdf", "--output", "{tmp}/o"), ".csv, .jsonl or .txt"),

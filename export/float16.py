@@ -1,0 +1,58 @@
+"""float16 for GPUs: half the bytes, and matrix products on tensor cores."""
+
+import onnx
+from onnxruntime.transformers.float16 import convert_float_to_float16
+
+from export.patterns import Graph, Rule
+
+_FLOAT, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+
+# What float32 values are clamped to: the mask's -1e30 would become -inf, and a text without tokens NaN. Beside a real
+# score, -1e4 still has weight 0.
+_LARGEST = 1e4
+# Sums over all tokens, which leave the range of float16 or lose their last bits.
+_FLOAT32_OPERATORS = ["ReduceSum", "Max", "Div"]
+
+
+def convert_float16(source, target):
+    """Writes the float16 form of an ONNX file: the same inputs and metadata, the outputs in float32.
+
+    The encoder is in float16; onnxruntime's kernels sum LayerNormalization and Softmax in float32 there too. The mean
+    over the tokens and the head, which take no time, are in float32. On a CPU it is slower than the float32 file.
+
+    Args:
+        source: path of the float32 file.
+        target: path to write.
+    """
+    model = onnx.load(source)
+    model = convert_float_to_float16(
+        model,
+        max_finite_val=_LARGEST,
+        keep_io_types=True,
+        op_block_list=_FLOAT32_OPERATORS,
+        node_block_list=_head(model.graph),
+    )
+    values = [*onnx.shape_inference.infer_shapes(model).graph.value_info, *model.graph.output]
+    in_float32 = {v.name for v in values if v.type.tensor_type.elem_type == _FLOAT}
+
+    def unrounded(graph, match):
+        return match["x"] if match["x"] in in_float32 else None
+
+    # It rounds to float16 between any two operators that are to stay in float32.
+    rounded = ("Cast", ("Cast", "x", {"to": _FLOAT16}), {"to": _FLOAT})
+    graph = Graph(model.graph)
+    graph.rewrite(Rule(rounded, unrounded))
+    graph.write()
+    del model.graph.value_info[:]
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, target)
+
+
+def _head(graph):
+    """Names of the nodes behind the mean over the tokens."""
+    values, names = set(), []
+    for node in graph.node:
+        if node.op_type == "Div" or values.intersection(node.input):
+            values.update(node.output)
+            names.append(node.name)
+    return names

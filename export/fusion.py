@@ -1,0 +1,235 @@
+"""Rewrites the converted graph into the operators that runtimes have fast kernels for.
+
+tf2onnx writes every operation of TensorFlow by itself: LayerNorm as nine nodes, GELU as five, each Dense layer between
+two Reshapes with the arithmetic of their shapes. The rules below put the standard operators in their place; the layers
+that the patterns mirror are in `pipeline/layers/`.
+"""
+
+import numpy as np
+import onnx
+
+from export.patterns import Graph, Named, OneOf, Rule
+from pipeline.errors import VerificationError
+
+_INT32, _INT64, _FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+
+
+def fuse(graph_proto, vocab_size):
+    """Rewrites an `onnx.GraphProto` of opset 20 that tf2onnx made, in place, with standard operators only.
+
+    Args:
+        graph_proto: the graph of an `EncoderClassifier`. What no rule fits stays as it is.
+        vocab_size: number of token ids V. An id outside [0, V) makes the run fail on a CPU and the answer for its text
+            NaN on a GPU.
+    """
+    graph = Graph(graph_proto)
+    graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _ATTENTION, _MASK, _ANY, _POSITION)
+    graph.rewrite(_embedding(vocab_size), _pooling(vocab_size))
+    graph.write()
+
+
+def count_operators(model):
+    """Returns what `manifest.json` tells about an ONNX file, name -> count.
+
+    `LayerNormalization`, `Gelu`: fused operators. `weight_products`: matrix products with a weight, of those
+    `int8_products` in 8 bits. `activation_products`: matrix products of two activations. `nodes`: all operators.
+
+    Args:
+        model: an `onnx.ModelProto`.
+    """
+    nodes, weights = model.graph.node, {i.name for i in model.graph.initializer}
+    products = [n for n in nodes if n.op_type in ("MatMul", "MatMulInteger", "Gemm")]
+    weighted = [n for n in products if weights.intersection(n.input[:2])]
+    return {
+        "nodes": len(nodes),
+        "LayerNormalization": sum(n.op_type == "LayerNormalization" for n in nodes),
+        "Gelu": sum(n.op_type == "Gelu" for n in nodes),
+        "weight_products": len(weighted),
+        "int8_products": sum(n.op_type == "MatMulInteger" for n in weighted),
+        "activation_products": len(products) - len(weighted),
+    }
+
+
+def check_counts(file, counts, num_layers, int8=False):
+    """Compares the counts of a file with those of an `EncoderClassifier` on which every rule fits.
+
+    Args:
+        file: name of the file, for the message.
+        counts: from `count_operators`.
+        num_layers: encoder layers L.
+        int8: whether the products with weights must be in 8 bits.
+
+    Raises:
+        VerificationError: an operator was not fused or not quantized; says which.
+    """
+    products = 4 * num_layers + 1  # of a layer: queries, keys and values; output; two of the feed-forward network
+    expected = {
+        "LayerNormalization": 2 * num_layers + 1,
+        "Gelu": num_layers,
+        "weight_products": products,
+        "int8_products": products if int8 else 0,
+        "activation_products": 2 * num_layers,
+    }
+    differ = [f"{name} {counts[name]} instead of {count}" for name, count in expected.items() if counts[name] != count]
+    if differ:
+        raise VerificationError(
+            f"{file} is not fused as the rules in export/fusion.py intend: {', '.join(differ)}. A layer was changed, "
+            "or another version of TensorFlow, Keras or tf2onnx writes it differently: make the rules fit."
+        )
+
+
+# layers/dense.py: rows of the last axis through one product, then back into the shape they came from. A product of any
+# rank needs no rows.
+
+
+def _dense(graph, match):
+    product = graph.add("MatMul", match["x"], match["kernel"])
+    return graph.add("Add", product, match["bias"]) if "bias" in match else product
+
+
+_ROWS = OneOf(("Reshape", "x", "rows_shape"), "x")  # x is in rows already when it has rank 2
+_PRODUCT = ("MatMul", _ROWS, "kernel")
+_LEADING = ("Slice", ("Cast", ("Shape", "x"), {"to": _INT32}), [0], [-1], [0])
+_DENSE = Rule(
+    (
+        "Reshape",
+        OneOf(("Add", _PRODUCT, "bias"), _PRODUCT),  # a bias of zeros is gone
+        ("Cast", ("Concat", _LEADING, "units"), {"to": _INT64}),
+    ),
+    _dense,
+)
+
+
+# layers/normalization.py
+
+
+def _layer_norm(graph, match):
+    epsilon = float(graph.constants[match["epsilon"]])
+    return graph.add(
+        "LayerNormalization", match["x"], match["gamma"], match["beta"], axis=-1, epsilon=epsilon, stash_type=1
+    )
+
+
+_CENTRED = ("Sub", "x", ("ReduceMean", "x", [-1], {"keepdims": 1}))
+_VARIANCE = ("ReduceMean", ("Mul", _CENTRED, _CENTRED), [-1], {"keepdims": 1})
+_LAYER_NORM = Rule(
+    ("Add", ("Mul", ("Div", _CENTRED, ("Sqrt", ("Add", _VARIANCE, "epsilon"))), "gamma"), "beta"),
+    _layer_norm,
+)
+
+
+# layers/feed_forward.py
+
+_GELU = Rule(
+    ("Mul", "x", ("Add", 0.5, ("Mul", 0.5, ("Erf", ("Mul", "x", 0.5**0.5))))),
+    lambda graph, match: graph.add("Gelu", match["x"], approximate="none"),
+)
+
+
+# layers/attention.py: one product makes queries, keys and values. The scale of the scores is folded into the queries.
+
+
+def _attention(graph, match):
+    kernels = [graph.constants[match[f"{name}_kernel"]] for name in ("query", "key", "value")]
+    biases = [
+        graph.constants[match[f"{name}_bias"]] if f"{name}_bias" in match else np.zeros(kernel.shape[1], kernel.dtype)
+        for name, kernel in zip(("query", "key", "value"), kernels, strict=True)
+    ]
+    scale = graph.constants[match["scale"]] if "scale" in match else np.float32(1)  # heads of size 1 have none
+    kernels[0], biases[0] = kernels[0] * scale, biases[0] * scale
+    _, _, heads, size = graph.constants[match["heads_shape"]].tolist()
+    packed = graph.add("MatMul", match["x"], np.concatenate(kernels, axis=1))
+    packed = graph.add("Add", packed, np.concatenate(biases))  # [B, T, 3 D]
+    packed = graph.add("Reshape", packed, np.array([0, 0, 3 * heads, size]))
+    packed = graph.add("Transpose", packed, perm=[0, 2, 1, 3])  # [B, 3 N, T, H]
+    query, key, value = graph.add("Split", packed, outputs=3, axis=1, num_outputs=3)  # [B, N, T, H] each
+    scores = graph.add("MatMul", query, graph.add("Transpose", key, perm=[0, 1, 3, 2]))  # [B, N, T, S]
+    weights = graph.add("Softmax", graph.add("Add", scores, match["masked"]), axis=-1)
+    context = graph.add("Mul", graph.add("MatMul", weights, value), match["has_key"])
+    context = graph.add("Transpose", context, perm=[0, 2, 1, 3])
+    return graph.add("Reshape", context, np.array([0, 0, heads * size]))
+
+
+def _swapped(x):
+    return ("Transpose", x, {"perm": [0, 2, 1, 3]})
+
+
+def _heads(name):
+    product = ("MatMul", "x", f"{name}_kernel")
+    return _swapped(("Reshape", OneOf(("Add", product, f"{name}_bias"), product), "heads_shape"))
+
+
+_QUERY = OneOf(("Mul", _heads("query"), "scale"), _heads("query"))
+_KEY = ("Transpose", _heads("key"), {"perm": [0, 1, 3, 2]})
+_WEIGHTS = ("Softmax", ("Add", ("MatMul", _QUERY, _KEY), "masked"))
+_CONTEXT = ("Mul", ("MatMul", _WEIGHTS, _heads("value")), "has_key")
+_ATTENTION = Rule(("Reshape", _swapped(_CONTEXT), "joined_shape"), _attention)
+
+# where(attend, 0, _MASKED), for which tf2onnx writes a sum of products: 0 * -inf were it in float16.
+_MASK = Rule(
+    ("Add", ("Mul", ("Cast", "attend"), 0.0), ("Mul", ("Cast", ("Not", "attend")), "masked")),
+    lambda graph, match: graph.add("Where", match["attend"], np.float32(0), match["masked"]),
+)
+
+# any(attend), for which tf2onnx counts; attend is 0 or 1 here.
+_ANY = Rule(
+    ("Cast", ("Greater", ("ReduceSum", Named("x", ("Cast", "attend", {"to": _FLOAT})), [-1]), 0.0), {"to": _FLOAT}),
+    lambda graph, match: graph.add("ReduceMax", match["x"], np.array([-1]), keepdims=0),
+)
+
+
+def _full_slice(graph, match):
+    starts, ends, steps = (graph.constants.get(match[name]) for name in ("starts", "ends", "steps"))
+    if starts is None or ends is None or (starts != 0).any() or (ends < 10**9).any() or (steps != 1).any():
+        return None
+    return match["x"]
+
+
+# x[:, None], which also writes a slice that takes all of x.
+_FULL_SLICE = Rule(("Slice", "x", "starts", "ends", "axes", "steps"), _full_slice)
+
+
+# layers/position.py
+
+
+def _position(graph, match):
+    length = graph.add("Shape", match["x"], start=1, end=2)
+    return graph.add("Slice", match["table"], np.array([0]), length, np.array([0]))
+
+
+_LENGTH = ("Squeeze", ("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), [0])
+_POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]), _position)
+
+
+# classifier.py and layers/pooling.py: embedding * sqrt(D), and the mean over the real tokens.
+#
+# Keras counts ids below 0 from the table's end, and so does ONNX Runtime. Here an id outside the vocabulary is looked
+# up at V, which its CPU kernel refuses by name ("idx=V must be within the inclusive range [-V,V-1]"). Its CUDA kernel
+# reads zeros there; so that no answer looks right, such a token's weight in the mean is NaN, and so are the logits.
+
+
+def _is_known(graph, ids, vocab_size):
+    return graph.add("Equal", graph.add("Clip", ids, np.int32(0), np.int32(vocab_size - 1)), ids)
+
+
+def _embedding(vocab_size):
+    def replace(graph, match):
+        table = graph.constants[match["table"]] * graph.constants[match["scale"]]
+        known = _is_known(graph, match["ids"], vocab_size)
+        return graph.add("Gather", table, graph.add("Where", known, match["ids"], np.int32(vocab_size)), axis=0)
+
+    below_0 = ("Less", ("Cast", "ids"), 0.0)
+    from_the_end = ("Mul", ("Cast", below_0), ("Add", "ids", vocab_size))
+    ids = ("Add", from_the_end, ("Mul", "ids", ("Cast", ("Not", below_0))))
+    return Rule(("Mul", ("Gather", "table", ids), "scale"), replace)
+
+
+def _pooling(vocab_size):
+    def replace(graph, match):
+        known = graph.add("Unsqueeze", _is_known(graph, match["ids"], vocab_size), np.array([2]))
+        weights = graph.add("Where", known, match["weights"], np.float32(np.nan))
+        return graph.add("ReduceSum", graph.add("Mul", match["x"], weights), np.array([1]), keepdims=0)
+
+    token_valid = ("Not", ("Equal", "ids", 0))
+    weights = Named("weights", ("Cast", ("Unsqueeze", token_valid, [2]), {"to": _FLOAT}))
+    return Rule(("ReduceSum", ("Mul", "x", weights), [1]), replace)
