@@ -149,7 +149,7 @@ def _limits(manifest, data):
         f"- A NUL character counts as a blank, but some interfaces of ONNX Runtime end a string there before "
         f"`{ONNX_TEXT}` sees it: replace it first."
     )
-    lines.append("- An id outside the vocabulary is an error; in ONNX Runtime on a GPU the answer for that text is NaN.")
+    lines.append("- An id outside the vocabulary is an error; in ONNX Runtime on a GPU that text's answer is NaN.")
     return lines + [f"- {escape(warning)}" for warning in (*data["warnings"], *manifest.warnings)]
 
 

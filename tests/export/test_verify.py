@@ -63,7 +63,7 @@ def _shifted(proto, by=0.1):
     return proto
 
 
-def test_cases_cover_what_the_issue_asks(cases, trained):
+def test_cases_cover_batch_sizes_lengths_and_odd_texts(cases, trained):
     texts = json.loads(str(np.load(cases)["texts"]))
     assert texts[: len(trained[4])] == trained[4][: verify.REAL_TEXTS]
     assert {"", "   "} <= set(texts)
