@@ -48,8 +48,12 @@ class _Servable(tf.Module):
 
         @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)])
         def classify_ids(token_ids):
-            tf.debugging.assert_non_negative(token_ids, message)
-            tf.debugging.assert_less(token_ids, vocab_size, message)
+            checks = [
+                tf.debugging.assert_non_negative(token_ids, message),
+                tf.debugging.assert_less(token_ids, vocab_size, message),
+            ]
+            with tf.control_dependencies(checks):  # before the table is read, which has a message of its own on a CPU
+                token_ids = tf.identity(token_ids)
             return self.classify(token_ids)
 
         return classify_ids

@@ -23,6 +23,10 @@ def write_parquet(path, **columns):
     return str(path)
 
 
+def _gzipped(text):
+    return gzip.compress(text.encode(), mtime=0)  # the tests' names hold it, and must be those of every test process
+
+
 ROWS = (["good film", 'a, "b"\nc', "电影"], ["pos", "neg", "pos"])
 CSV = 'id,text,label\n1,good film,pos\n2,"a, ""b""\nc", neg \n3,电影,pos\n'
 TSV = CSV.replace("a, ", "a@ ").replace(",", "\t").replace("@", ",")
@@ -36,9 +40,9 @@ JSON_LINES = "".join(json.dumps({"text": t, "label": n}) + "\n" for t, n in zip(
         ("a.CSV", CSV, ROWS),
         ("a.tsv", TSV, ROWS),
         ("a.jsonl", JSON_LINES, ROWS),
-        ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0), ROWS),
-        ("a.tsv.gz", gzip.compress(TSV.encode(), mtime=0), ROWS),
-        ("a.jsonl.gz", gzip.compress(JSON_LINES.encode(), mtime=0), ROWS),
+        ("a.csv.gz", _gzipped(CSV), ROWS),
+        ("a.tsv.gz", _gzipped(TSV), ROWS),
+        ("a.jsonl.gz", _gzipped(JSON_LINES), ROWS),
         ("bom.csv", b"\xef\xbb\xbftext,label\nx,y\n", (["x"], ["y"])),
         ("bom.jsonl", b'\xef\xbb\xbf{"text": "x", "label": "y"}\n', (["x"], ["y"])),
         ("crlf.csv", 'text,label\r\nx,y\r\n\r\n"1\r\n2",z\r\n', (["x", "1\r\n2"], ["y", "z"])),
@@ -135,9 +139,9 @@ def test_globs_are_sorted_lists_keep_their_order_and_no_file_is_read_twice(tmp_p
         ("a.jsonl", '{"text": "x", "label": null}', ["a.jsonl, line 1: column 'label' has no label"]),
         ("a.txt", "x", ["a.txt has an unknown suffix", ".jsonl.gz, .parquet"]),
         ("a.parquet.gz", "x", ["a.parquet.gz has an unknown suffix"]),
-        ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:-12], ["a.csv.gz, after line", "Write or copy the file again"]),
+        ("a.csv.gz", _gzipped(CSV)[:-12], ["a.csv.gz, after line", "Write or copy the file again"]),
         ("a.csv.gz", CSV, ["a.csv.gz, after line 0: cannot read on (Not a gzipped file"]),
-        ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:12] + b"\xff" * 40, ["a.csv.gz, after line 0: cannot read on"]),
+        ("a.csv.gz", _gzipped(CSV)[:12] + b"\xff" * 40, ["a.csv.gz, after line 0: cannot read on"]),
     ],
 )
 def test_errors_name_file_place_and_remedy(tmp_path, name, content, parts):
