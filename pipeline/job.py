@@ -17,14 +17,13 @@ from pipeline import checkpoint, dataset, summary
 from pipeline.cluster import read_cluster
 from pipeline.config import fingerprint
 from pipeline.console import Console
-from pipeline.contract import Manifest, next_version, versions
+from pipeline.contract import next_version
 from pipeline.errors import ArtifactError, DataError, JobError, PipelineError, VerificationError
-from pipeline.files import locked, read_json, remove_staged, require_directory, write_json
+from pipeline.files import locked, require_directory, write_json
 from pipeline.gatekeeper import CANDIDATE, EVALUATION, Gatekeeper
-from pipeline.identity import JOB, another_job, changes, identity, read_record
-from serving.ledger import Ledger
-
-RUN = "run.json"
+from pipeline.identity import another_job, changes, identity, read_record
+from pipeline.publication import find_candidate, find_version, rolled_back_by
+from pipeline.run_directory import RunDirectory
 
 _SHARED_DISK_S = 120.0  # network file systems show a new directory after up to a minute
 
@@ -42,6 +41,7 @@ class Job:
 
     def __init__(self, config, console, fresh=False, stop=lambda: None, force=False):
         self.config = config
+        self.directory = RunDirectory(config, console)
         self.gatekeeper = Gatekeeper(config, console, force)
         self.stop = stop
         self.console = console
@@ -49,7 +49,7 @@ class Job:
         self.cluster = read_cluster(config.training.strategy)
         self._in_cluster = False
         self.run_dir = config.run_dir
-        self.data_dir = config.run_dir / "data"
+        self.data_dir = self.directory.data_dir
 
     @property
     def is_chief(self):
@@ -78,7 +78,7 @@ class Job:
         """Does what is left to do: prepare, train, evaluate, export, publish; prints a summary."""
         self._open_run()
         require_directory(self.config.model_dir, "publish.base_path")
-        replaced_by = self._rolled_back()
+        replaced_by = self._rolled_back_by()
         if replaced_by:
             shutil.rmtree(self.run_dir / CANDIDATE, ignore_errors=True)
             self.console.note(
@@ -100,8 +100,8 @@ class Job:
 
     def check(self):
         """Shows, before hours are spent, whether this job can learn; raises CheckFailed. A run stays as it was."""
-        with self._data_to_check() as data_dir:
-            self._prepare(data_dir, self._first_labels() if data_dir == self.data_dir else self._live_labels())
+        with self.directory.data_to_check(self.data_key) as (data_dir, first_labels):
+            self._prepare(data_dir, first_labels)
             self.gatekeeper.warn(data_dir)
             self.stop()
             self._start_tensorflow()
@@ -125,8 +125,7 @@ class Job:
         if checkpoint.finished_best(self.run_dir, self.train_key, self.config.training) is not None:
             return
         (self.run_dir / EVALUATION).unlink(missing_ok=True)  # of fewer epochs; its presence says that a run is finished
-        # From here on checkpoints count on the order, whatever becomes of `data/` and of the live version.
-        self._record_run(labels=dataset.load_labels(self.data_dir))
+        self.directory.fix_labels()
         self._start_tensorflow()
         from pipeline.training import train
 
@@ -287,80 +286,9 @@ class Job:
     # What is on disk.
 
     def _open_run(self):
-        """Continues the run that is there, or starts a new one; an old one is set aside, not deleted."""
-        # An input that cannot be read is found before anything is touched.
-        self.data_key = dataset.data_fingerprint(self.config)
-        resolved, is_new = self.config.resolved(), self.fresh
-        if (self.run_dir / checkpoint.CHECKPOINTS).exists():  # without, there is nothing to lose
-            changed, new_data = changes(self.config, self.run_dir, self.data_key, self.train_key)
-            if (changed or new_data) and not self.fresh and not self._is_measured():
-                raise another_job(self.run_dir, [*changed, *new_data])
-            is_new = bool(changed or new_data) or self.fresh
-            if is_new:
-                self._set_aside("a changed job" if changed else "new data" if new_data else "--fresh")
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        for directory in (self.run_dir, (self.run_dir / EVALUATION).parent):
-            remove_staged(directory)
-        if is_new:
-            # What an equal job published before, e.g. on the data of last week, does not count for this run. What is
-            # live does, if it was not to be made anew: a refused week may be followed by the data of the week before.
-            highest = next_version(self.config.model_dir) - 1
-            live = max(versions(self.config.model_dir), default=0)
-            self._record_run(above_version=highest if self.fresh else max(live - 1, 0))
-        if read_json(self.run_dir / JOB) != resolved:
-            write_json(self.run_dir / JOB, resolved)
+        self.data_key = dataset.data_fingerprint(self.config)  # an input that cannot be read: nothing is touched
+        self.directory.open(self.data_key, self.train_key, self.fresh)
         self.fresh = False
-
-    @contextlib.contextmanager
-    def _data_to_check(self):
-        """Yields the run's `data/`, or a directory beside the run when it was trained on other data."""
-        trained = (self.run_dir / checkpoint.CHECKPOINTS).exists()
-        if not trained or dataset.prepared(self.data_dir, self.data_key) is not None:
-            yield self.data_dir
-            return
-        beside = self.run_dir.with_name(f".{self.config.name}.check")
-        shutil.rmtree(beside, ignore_errors=True)  # of a check that was killed
-        try:
-            yield beside
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-
-    def _set_aside(self, reason):
-        aside = self.run_dir.with_name(f"{self.run_dir.name}.previous")
-        shutil.rmtree(aside, ignore_errors=True)
-        self.run_dir.rename(aside)
-        self.console.note(f"starting a new run ({reason}); the one before is in {aside}")
-
-    def _record_run(self, **entries):
-        record = read_record(self.run_dir / RUN) or {}
-        if record != record | entries:
-            write_json(self.run_dir / RUN, record | entries)
-
-    def _first_labels(self):
-        """Labels that have their index already: those of this run once it trains, until then the live version's."""
-        if not (self.run_dir / checkpoint.CHECKPOINTS).exists():
-            return self._live_labels()
-        if (record := read_record(self.run_dir / RUN, "labels")) is not None:
-            return record["labels"]
-        if dataset.prepared(self.data_dir, self.data_key) is not None:
-            return dataset.load_labels(self.data_dir)
-        if versions(self.config.model_dir):
-            raise JobError(
-                f"the order of the labels that {self.run_dir / checkpoint.CHECKPOINTS} were trained with cannot be "
-                f"told, since {RUN} and data/ are lost or damaged. Start over with `python -m pipeline run JOB.toml "
-                "--fresh` (the old run is kept aside)."
-            )
-        return []
-
-    def _live_labels(self):
-        from serving.data_gate import live_labels
-
-        return live_labels(self.config.model_dir)
-
-    def _is_measured(self):
-        """True once there is a report on the weights; the one of a gate that refused the data is on the data alone."""
-        report = read_record(self.run_dir / EVALUATION, "gate")
-        return (self.run_dir / EVALUATION).exists() and (report is None or "test" in report)
 
     def _evaluation_report(self):
         report = read_record(self.run_dir / EVALUATION, "result_key", "test", "labels")
@@ -379,49 +307,22 @@ class Job:
         )
 
     def _candidate(self):
-        """The manifest of a whole candidate of this job that can still be published, else None."""
-        try:
-            manifest = Manifest.read(self.run_dir / CANDIDATE)
-            manifest.check_files(self.run_dir / CANDIDATE)
-        except ArtifactError:
-            return None
-        current = manifest.export_key == self.export_key and Ledger.read(self.config.model_dir).is_free(manifest)
-        return manifest if current else None
+        return find_candidate(self.run_dir / CANDIDATE, self.config.model_dir, self.export_key)
+
+    def _published(self):
+        return find_version(self.config.model_dir, self.export_key, self.directory.above_version())
+
+    def _rolled_back_by(self):
+        return rolled_back_by(self.config.model_dir, self.export_key, self.directory.above_version())
 
     def _is_published(self):
         """True when this job's version is there, or was until a rollback."""
-        return self._published() is not None or bool(self._rolled_back())
-
-    def _published(self):
-        """The path of the version that this job became, if it is there and whole, else None."""
-        for version, path in reversed(versions(self.config.model_dir).items()):
-            try:
-                manifest = Manifest.read(path)
-                if version > self._floor() and manifest.export_key == self.export_key:
-                    manifest.check_files(path)
-                    return path
-            except ArtifactError:
-                continue
-        return None
-
-    def _rolled_back(self):
-        """The number of the version that a rollback put in the place of this job's, 0 for none.
-
-        The ledger knows it even when the bad version has been removed: it must not come back by itself.
-        """
-        rows = {n: row for n, row in Ledger.read(self.config.model_dir).rows.items() if not row.get("pending")}
-        mine = [n for n, row in rows.items() if n > self._floor() and row.get("export_key") == self.export_key]
-        return max((n for n, row in rows.items() if mine and n > max(mine) and row.get("republished")), default=0)
-
-    def _floor(self):
-        """Versions up to this number were there before this run."""
-        floor = (read_record(self.run_dir / RUN, "above_version") or {"above_version": 0})["above_version"]
-        return floor if isinstance(floor, int) else 0  # a damaged record counts as none
+        return self._published() is not None or bool(self._rolled_back_by())
 
     # Work of the stages.
 
     def _prepare_run(self):
-        self._prepare(self.data_dir, self._first_labels())
+        self._prepare(self.data_dir, self.directory.first_labels(self.data_key))
 
     def _ask_about_data(self):
         self.gatekeeper.ask_about_data(self._evaluation_report() or {})
