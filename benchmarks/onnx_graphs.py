@@ -91,12 +91,14 @@ def _model(name, options, scratch):
 
 
 def _files(sizes, before, scratch):
-    files = {"float32": scratch / "float32.onnx", "int8": scratch / "int8.onnx"}
+    files = {precision: scratch / f"{precision}.onnx" for precision in ("float32", "int8", "ort")}
     _convert(ROOT, files["float32"], sizes)
     sys.path.insert(0, str(ROOT))
+    from export.ort import convert_ort
     from export.quantize import quantize_int8
 
     quantize_int8(files["float32"], files["int8"])
+    convert_ort(files["float32"], files["ort"])
     if before:
         code = scratch / "before"
         code.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from export.float16 import convert_float16
 from export.fusion import check_counts, count_operators
 from export.model_card import write_model_card
 from export.onnx_graph import convert, make_metadata
+from export.ort import convert_ort
 from export.quantize import quantize_int8
 from export.verify import MAX_ACCURACY_DROP, MIN_AGREEMENT
 from pipeline import dataset
@@ -120,7 +121,7 @@ def _write_artifacts(job, directory, model, version, labels, tokenizer, texts):
         (directory / file).parent.mkdir(exist_ok=True)
     onnx.save(graph, directory / ONNX_FILES["float32"])
     onnx.save(onnx_text.build_text_graph(graph, tokenizer.model, max_length), directory / ONNX_TEXT)
-    for precision, write in (("int8", quantize_int8), ("float16", convert_float16)):
+    for precision, write in (("int8", quantize_int8), ("float16", convert_float16), ("ort", convert_ort)):
         if precision in export.precisions:
             write(directory / ONNX_FILES["float32"], directory / ONNX_FILES[precision])
 
@@ -128,10 +129,10 @@ def _write_artifacts(job, directory, model, version, labels, tokenizer, texts):
 def _count_graphs(directory, num_layers):
     """Returns what was counted in each ONNX file, after comparing it with what it must be."""
     graphs = {}
-    for file in (*ONNX_FILES.values(), ONNX_TEXT):
+    for precision, file in [*ONNX_FILES.items(), ("float32", ONNX_TEXT)]:
         if (directory / file).exists():
             graphs[file] = count_operators(onnx.load(directory / file))
-            check_counts(file, graphs[file], num_layers, int8=file == ONNX_FILES["int8"])
+            check_counts(precision, graphs[file], num_layers)
     return graphs
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from export.patterns import Graph, Named, OneOf, Rule
+from pipeline.contract import ONNX_FILES
 from pipeline.errors import VerificationError
 
 _INT32, _INT64, _FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
@@ -31,8 +32,8 @@ def fuse(graph_proto, vocab_size):
 def count_operators(model):
     """Returns what `manifest.json` tells about an ONNX file, name -> count.
 
-    `LayerNormalization`, `Gelu`: fused operators. `weight_products`: matrix products with a weight, of those
-    `int8_products` in 8 bits. `activation_products`: matrix products of two activations. `nodes`: all operators.
+    `LayerNormalization`, `Gelu`, `Attention`: fused operators. `weight_products`: matrix products with a weight, of
+    those `int8_products` in 8 bits. `activation_products`: matrix products of two activations. `nodes`: all operators.
 
     Args:
         model: an `onnx.ModelProto`.
@@ -44,37 +45,39 @@ def count_operators(model):
         "nodes": len(nodes),
         "LayerNormalization": sum(n.op_type == "LayerNormalization" for n in nodes),
         "Gelu": sum(n.op_type == "Gelu" for n in nodes),
+        "Attention": sum(n.op_type == "Attention" for n in nodes),
         "weight_products": len(weighted),
         "int8_products": sum(n.op_type == "MatMulInteger" for n in weighted),
         "activation_products": len(products) - len(weighted),
     }
 
 
-def check_counts(file, counts, num_layers, int8=False):
+def check_counts(precision, counts, num_layers):
     """Compares the counts of a file with those of an `EncoderClassifier` on which every rule fits.
 
     Args:
-        file: name of the file, for the message.
+        precision: key of `ONNX_FILES`; the text graph counts as that of float32.
         counts: from `count_operators`.
         num_layers: encoder layers L.
-        int8: whether the products with weights must be in 8 bits.
 
     Raises:
         VerificationError: an operator was not fused or not quantized; says which.
     """
-    products = 4 * num_layers + 1  # of a layer: queries, keys and values; output; two of the feed-forward network
+    attentions = num_layers if precision == "ort" else 0  # each with the product that makes queries, keys and values
+    products = 4 * num_layers + 1 - attentions  # of a layer: that one; output; two of the feed-forward network
     expected = {
         "LayerNormalization": 2 * num_layers + 1,
         "Gelu": num_layers,
+        "Attention": attentions,
         "weight_products": products,
-        "int8_products": products if int8 else 0,
-        "activation_products": 2 * num_layers,
+        "int8_products": products if precision == "int8" else 0,
+        "activation_products": 2 * (num_layers - attentions),
     }
     differ = [f"{name} {counts[name]} instead of {count}" for name, count in expected.items() if counts[name] != count]
     if differ:
         raise VerificationError(
-            f"{file} is not fused as the rules in export/fusion.py intend: {', '.join(differ)}. A layer was changed, "
-            "or another version of TensorFlow, Keras or tf2onnx writes it differently: make the rules fit."
+            f"{ONNX_FILES[precision]} is not fused as the rules in export/ intend: {', '.join(differ)}. A layer was "
+            "changed, or another version of TensorFlow, Keras or tf2onnx writes it differently: make the rules fit."
         )
 
 

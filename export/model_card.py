@@ -18,6 +18,7 @@ _PURPOSE = {
     ONNX_FILES["float32"]: "token ids in; standard operators only",
     ONNX_FILES["int8"]: "the same in 8 bits, for CPUs",
     ONNX_FILES["float16"]: "the same in 16 bits, for GPUs",
+    ONNX_FILES["ort"]: "the same with ONNX Runtime's own attention operator",
     ONNX_TEXT: "text in; needs ONNX Runtime Extensions",
     TOKENIZER_MODEL: "SentencePiece",
 }

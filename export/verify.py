@@ -212,30 +212,31 @@ def _check_saved_model(version_dir, cases):
 
 
 def _check_onnx(version_dir, cases):
-    import onnxruntime as ort
-
     from serving.onnx_classifier import OnnxClassifier
 
     manifest = Manifest.read(version_dir)
-    texts, text_logits = _text_cases(cases)
+    exported = [precision for precision, file in ONNX_FILES.items() if file in manifest.files]
+    loaded = {precision: OnnxClassifier.load(version_dir, precision) for precision in exported}  # compares metadata
+    smaller = {p: check for p, check in (("int8", _check_int8), ("float16", _check_float16)) if p in loaded}
+    parity = {ONNX_FILES[p]: _check_exact(version_dir, p, loaded[p], cases) for p in exported if p not in smaller}
+    expected = _test_logits(loaded["float32"], cases) if smaller else None
+    return parity | {ONNX_FILES[p]: check(loaded[p], cases, expected) for p, check in smaller.items()}
+
+
+def _check_exact(version_dir, precision, classifier, cases):
+    import onnxruntime as ort
+
     comparison = _Comparison()
-    classifier = OnnxClassifier.load(version_dir)  # compares the metadata with manifest and tokenizer
-    session = ort.InferenceSession(str(Path(version_dir) / ONNX_FILES["float32"]), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(str(Path(version_dir) / ONNX_FILES[precision]), providers=["CPUExecutionProvider"])
     for case, token_ids, logits in _id_cases(cases):
         found = session.run([LOGITS, PROBABILITIES], {TOKEN_IDS: token_ids})
         comparison.add(f"{case} logits", found[0], logits)
         comparison.add(f"{case} probabilities", found[1], softmax(logits))
-    rows = Tokenizer.load(Path(version_dir) / "tokenizer.model").encode(texts, manifest.max_length)
-    comparison.add("text logits", classifier.logits(pad(rows)), text_logits)
-    comparison.add("text probabilities", classifier.probabilities(texts), softmax(text_logits))
-    parity = {ONNX_FILES["float32"]: comparison.result()}
-    smaller = [p for p in ("int8", "float16") if ONNX_FILES[p] in manifest.files]
-    expected = _test_logits(classifier, cases) if smaller else None
-    for precision in smaller:
-        loaded = OnnxClassifier.load(version_dir, precision=precision)
-        check = {"int8": _check_int8, "float16": _check_float16}[precision]
-        parity[ONNX_FILES[precision]] = check(loaded, cases, expected)
-    return parity
+    texts, logits = _text_cases(cases)
+    rows = Tokenizer.load(Path(version_dir) / "tokenizer.model").encode(texts, classifier.max_length)
+    comparison.add("text logits", classifier.logits(pad(rows)), logits)
+    comparison.add("text probabilities", classifier.probabilities(texts), softmax(logits))
+    return comparison.result()
 
 
 def _check_int8(classifier, cases, expected):

@@ -154,7 +154,7 @@ class EvaluationConfig(_Section):
 
 class ExportConfig(_Section):
     opset: Literal[20] = 20
-    precisions: list[Literal["float32", "int8", "float16"]] = ["float32", "int8"]  # float16: for GPUs
+    precisions: list[Literal["float32", "int8", "float16", "ort"]] = ["float32", "int8"]
     text_signature: bool = True  # needs TF-Text ops in the server
 
     @pydantic.model_validator(mode="after")

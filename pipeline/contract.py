@@ -37,6 +37,7 @@ ONNX_FILES = {
     "float32": "onnx/model.onnx",
     "int8": "onnx/model.int8.onnx",
     "float16": "onnx/model.float16.onnx",
+    "ort": "onnx/model.ort.onnx",
 }
 ONNX_TEXT = "onnx/model.text.onnx"
 SAVED_MODEL = "saved_model.pb"

@@ -56,8 +56,8 @@ class OnnxClassifier:
 
         Args:
             version_dir: path of a published version, e.g. models/NAME/1.
-            precision: "float32", "int8" or "float16", if it was exported. float16 is for GPUs: on a CPU it is slower
-                than float32. All take and give the same dtypes.
+            precision: "float32", "int8", "float16" or "ort", if it was exported. float16 is for GPUs: on a CPU it is
+                slower than float32. All take and give the same dtypes.
             providers: ONNX Runtime execution providers, first choice first. None: CUDA when this
                 ONNX Runtime has it, then CPU.
             threads: CPU threads that compute one batch. None: ONNX Runtime's own choice, one per core.

@@ -22,9 +22,8 @@ def job(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ids_only(job, tmp_path_factory):
     """(run directory, manifest, notes) of a candidate without text signature and int8."""
-    copied = copy_trained(
-        job, tmp_path_factory.mktemp("ids-only"), export={"text_signature": False, "precisions": ["float32", "float16"]}
-    )
+    export = {"text_signature": False, "precisions": ["float32", "float16", "ort"]}
+    copied = copy_trained(job, tmp_path_factory.mktemp("ids-only"), export=export)
     notes = []
     manifest = bundle.build_candidate(
         load_job(copied.file), copied.run_dir, load_trained(job)[1], 41, "some key", job.report, notes.append
@@ -42,9 +41,10 @@ def test_candidate_is_what_the_job_asks_for(ids_only):
     assert sorted(p.name for p in (candidate / "onnx").iterdir()) == [
         "model.float16.onnx",
         "model.onnx",
+        "model.ort.onnx",
         "model.text.onnx",
     ]
-    onnx_files = {"onnx/model.onnx", "onnx/model.text.onnx", "onnx/model.float16.onnx"}
+    onnx_files = {"onnx/model.onnx", "onnx/model.text.onnx", "onnx/model.float16.onnx", "onnx/model.ort.onnx"}
     assert set(manifest.parity) == {"saved_model", *onnx_files}
     for file, figures in manifest.parity.items():
         assert figures["cases"] > 0

@@ -112,14 +112,16 @@ def _convert(model):
 def file_hashes(directory):
     """Converts a fixed model and returns file -> SHA-256 for every precision."""
     from export.float16 import convert_float16
+    from export.ort import convert_ort
     from export.quantize import quantize_int8
     from pipeline.contract import sha256_file
 
     build_model(num_layers=1)  # moves the counters of Keras's names
-    files = [directory / f"{name}.onnx" for name in ("float32", "int8", "float16")]
+    files = [directory / f"{name}.onnx" for name in ("float32", "int8", "float16", "ort")]
     onnx.save(_convert(build_model()), files[0])
     quantize_int8(files[0], files[1])
     convert_float16(files[0], files[2])
+    convert_ort(files[0], files[3])
     return {file.name: sha256_file(file) for file in files}
 
 
@@ -132,7 +134,7 @@ def converted():
 def test_the_graph_is_fused_and_small(converted):
     counts = {num_layers: fusion.count_operators(model) for num_layers, model in converted.items()}
     for num_layers in counts:
-        fusion.check_counts("model.onnx", counts[num_layers], num_layers)
+        fusion.check_counts("float32", counts[num_layers], num_layers)
     assert counts[2]["LayerNormalization"] == 5
     assert counts[2]["Gelu"] == 2
     assert counts[2]["nodes"] - counts[1]["nodes"] <= 30  # a layer
@@ -152,7 +154,7 @@ def test_what_tensorflow_simplifies_is_fused_too(settings):
     """It drops the addition of zeros, and the scale of heads of size 1."""
     model = build_model(num_layers=1, **settings)
     proto = _convert(model)
-    fusion.check_counts("model.onnx", fusion.count_operators(proto), 1)
+    fusion.check_counts("float32", fusion.count_operators(proto), 1)
     token_ids = np.array([[3, 7, 9, 0], [0, 0, 0, 0]], np.int32)
     expected = np.asarray(model(token_ids, training=False))
     np.testing.assert_allclose(_run(proto, token_ids=token_ids)[0], expected, rtol=1e-5, atol=1e-5)
@@ -171,7 +173,7 @@ def test_a_rule_that_stops_fitting_is_noticed(monkeypatch, rule, what):
     monkeypatch.setattr(fusion, rule, Rule(("NoSuchOperator", "x"), None))
     counts = fusion.count_operators(_convert(build_model(num_layers=1)))
     with pytest.raises(VerificationError, match=f"model.onnx is not fused.*{what}"):
-        fusion.check_counts("model.onnx", counts, 1)
+        fusion.check_counts("float32", counts, 1)
 
 
 @pytest.mark.slow

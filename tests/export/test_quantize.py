@@ -43,7 +43,7 @@ def test_same_interface(version_dir, quantized):
 
 def test_every_product_with_a_weight_is_int8(quantized):
     graph = onnx.load(quantized).graph
-    fusion.check_counts("int8", fusion.count_operators(onnx.load(quantized)), 1, int8=True)
+    fusion.check_counts("int8", fusion.count_operators(onnx.load(quantized)), 1)
     arrays = {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer}
     kernels = [arrays[node.input[1]] for node in graph.node if node.op_type == "MatMulInteger"]
     # Queries, keys and values; the output projection; two of the feed-forward network; the head.

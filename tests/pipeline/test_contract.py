@@ -50,6 +50,7 @@ def test_names_that_services_rely_on():
         "float32": "onnx/model.onnx",
         "int8": "onnx/model.int8.onnx",
         "float16": "onnx/model.float16.onnx",
+        "ort": "onnx/model.ort.onnx",
     }
     assert (contract.ONNX_TEXT, contract.MANIFEST) == ("onnx/model.text.onnx", "manifest.json")
     assert contract.WARMUP == "assets.extra/tf_serving_warmup_requests"
