@@ -45,7 +45,8 @@ WaitTimeout = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 To = Annotated[
-    int, typer.Option(metavar="N", help="The version to go back to; if not given, the one before.", show_default=False)
+    int,
+    typer.Option(metavar="N", min=0, help="The version to go back to; by default the one before.", show_default=False),
 ]
 
 

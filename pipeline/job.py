@@ -17,7 +17,7 @@ from pipeline import checkpoint, dataset, summary
 from pipeline.cluster import read_cluster
 from pipeline.config import fingerprint
 from pipeline.console import Console
-from pipeline.contract import next_version
+from pipeline.contract import next_version, version_number
 from pipeline.errors import ArtifactError, DataError, JobError, PipelineError, VerificationError
 from pipeline.files import locked, require_directory, write_json
 from pipeline.gatekeeper import CANDIDATE, EVALUATION, Gatekeeper
@@ -206,16 +206,18 @@ class Job:
             self.console.result(line)
 
     def wait_until_served(self, address, timeout_s):
-        """Returns when the TensorFlow Serving at `address` serves the version that this job became."""
-        path = self._published() if self.is_chief else None
-        if path is None:
+        """Returns when the server at `address` serves the version that this job became, or the one that replaced it."""
+        if not self.is_chief or not self._is_published():
             return
+        version = self._rolled_back_by() or version_number(self._published().name)
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # gRPC's part imports TensorFlow
         from serving.tensorflow_serving import wait_available
 
-        self.console.note(f"waiting until {address} serves {path}")
+        what = f"version {version} of {self.config.name}"
+        self.console.note(f"waiting until {address} serves {what}")
         started = time.monotonic()
-        wait_available(address, self.config.name, int(path.name), timeout_s)
-        self.console.note(f"{address} serves {path}; waited {time.monotonic() - started:.1f} s")
+        wait_available(address, self.config.name, version, timeout_s)
+        self.console.note(f"{address} serves {what}; waited {time.monotonic() - started:.1f} s")
 
     # What a worker beside the chief does.
 
@@ -366,7 +368,9 @@ class Job:
         return report
 
     def _summary(self):
-        data = read_record(self.data_dir / dataset.REPORT, "splits", "vocab_size")
-        report = read_record(self.run_dir / EVALUATION, "gate")
-        for line in summary.lines(self._published(), data, report):
+        data = read_record(self.data_dir / dataset.REPORT, "fingerprint", "splits", "vocab_size")
+        if data is not None and data["fingerprint"] != self.data_key:
+            data = None  # of a run that the gate refused since
+        report = self._evaluation_report()
+        for line in summary.lines(self._published(), data, report if report and "gate" in report else None):
             self.console.result(line)

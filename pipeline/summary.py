@@ -13,7 +13,8 @@ def lines(version_dir, data_report, evaluation_report):
     """
     manifest = Manifest.read(version_dir)
     test = manifest.metrics
-    parity = "; ".join(f"{name} {describe_parity(figures)}" for name, figures in manifest.parity.items())
+    there = {name: figures for name, figures in manifest.parity.items() if "/" not in name or name in manifest.files}
+    parity = "; ".join(f"{name} {describe_parity(figures)}" for name, figures in there.items())
     rows = {
         "data": data_report and f"{describe_rows(data_report)}; {len(manifest.labels)} classes; "
         f"vocabulary {data_report['vocab_size']}",

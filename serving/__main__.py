@@ -80,12 +80,13 @@ def _batch(args):
 def _tf_config(args):
     if not 1 <= args.cores <= 4096:
         raise JobError(f"--cores must be in 1 to 4096. Received: --cores {args.cores}")
-    models = server_config.find_models(args.base_path, args.name, _labels(args))
-    for model in models:
-        if not versions(model.base_path):
-            _print_warning(f"{model.base_path} has no version yet; the server opens its ports once each model has one")
+    models = server_config.find_models(args.base_path, args.name, _labels(args), args.server_base_path)
+    for directory in (Path(args.base_path) / model.name for model in models):
+        if not versions(directory):
+            _print_warning(f"{directory} has no version yet; the server opens its ports once each model has one")
     target = Path(args.output).absolute()
-    command = server_config.command(server_config.flags(target, args.cores, batching=args.gpu))
+    flags = server_config.flags(args.server_config_dir or target, args.cores, batching=args.gpu)
+    command = server_config.command(flags)
     server_config.write(target, {**server_config.files(models), server_config.COMMAND: command})
     print(command, end="")
 
@@ -210,7 +211,8 @@ def _parser():
     classify.add_argument("--precision", default="float32", choices=list(ONNX_FILES), help="default: float32")
     classify.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: one per core")
 
-    parser = _Parser(prog="python -m serving", description="Classify texts with a published version, or serve it.")
+    about = "Classify texts with a published version, and configure a server for it."
+    parser = _Parser(prog="python -m serving", description=about)
     commands = parser.add_subparsers(required=True, metavar="predict | batch | tf-config")
 
     def add(name, run, summary, example, parent=classify):
@@ -241,9 +243,12 @@ def _parser():
   python -m serving tf-config --base-path models --name reviews --stable 7 --canary 8 --output tf-serving"""
     summary = "write TensorFlow Serving's configuration and print the command that starts it"
     config = add("tf-config", _tf_config, summary, example, parent=common)
-    config.add_argument("--base-path", required=True, metavar="DIR", help="publish.base_path, as the server sees it")
+    config.add_argument("--base-path", required=True, metavar="DIR", help="publish.base_path of the jobs")
     config.add_argument("--name", action="append", default=[], metavar="M", help="repeatable; default: all there are")
     config.add_argument("--output", default="tf-serving", metavar="DIR", help="default: tf-serving")
+    for option, what in (("base-path", "--base-path"), ("config-dir", "--output")):
+        about = f"where the server finds {what}, e.g. in its container; default: there"
+        config.add_argument(f"--server-{option}", default="", metavar="DIR", help=about)
     for label in ("stable", "canary"):
         about = f"the version labelled {label!r}, so that clients can ask for it by that name; repeatable"
         config.add_argument(f"--{label}", action="append", default=[], metavar="[M=]N", help=about)

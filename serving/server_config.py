@@ -36,8 +36,8 @@ _LATEST = """\
 # at its policy. So the policy must load a new version by itself, and keep those that labels still point at:
 # `specific` does not do the one, `latest` not the other.
 _ALL = """\
-    # Every version in the directory, of which publish.keep_versions bounds the number: a label can only be moved to
-    # a version that is loaded already, and must keep the one it points at while newer ones are published.
+    # Every version in the directory: a label can only be moved to a version that is loaded already, and must keep the
+    # one it points at while newer ones are published. Publishing leaves publish.keep_versions of them; rollbacks add.
     model_version_policy { all {} }
     # Ask for models/NAME/labels/stable. A request without a label gets the newest version, labelled or not. Run
     # tf-config again to move a label; the server reads this file again by itself. Move `stable` before keep_versions
@@ -59,13 +59,14 @@ class Model:
     labels: dict
 
 
-def find_models(base_path, names, labels):
+def find_models(base_path, names, labels, server_base_path=""):
     """Returns the models to serve, sorted by name.
 
     Args:
         base_path: `publish.base_path` of the jobs.
         names: which models; empty: all that have a version.
         labels: model name -> {label: version number}.
+        server_base_path: where the server finds `base_path`, "" for there.
 
     Raises:
         JobError: there is none, a name cannot be one, or a label points at a version that is not published.
@@ -88,7 +89,8 @@ def find_models(base_path, names, labels):
                     f"{base_path / name} has no version {version}; it has {', '.join(map(str, there)) or 'none'}. "
                     f"Received: --{label} {version}"
                 )
-    return [Model(name, str(base_path / name), labels.get(name, {})) for name in chosen]
+    served = Path(server_base_path or base_path)
+    return [Model(name, str(served / name), labels.get(name, {})) for name in chosen]
 
 
 def files(models):

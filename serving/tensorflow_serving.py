@@ -244,7 +244,7 @@ def wait_available(address, name, version, timeout_s=300.0):
             if time.monotonic() + _POLL_S >= end:
                 raise ServingError(
                     f"{address} did not serve {name} version {version} within {timeout_s:g} s; last seen: {seen}. "
-                    "Check that it reads this directory, then wait again.",
+                    "Check that it runs and reads the directory that versions are published to, then wait again.",
                     "DEADLINE_EXCEEDED",
                 )
             time.sleep(_POLL_S)

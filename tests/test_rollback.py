@@ -8,6 +8,7 @@ import pytest
 from pipeline.contract import Manifest
 from serving.publish import publish
 from tests.jobs import contents, copy_trained, make_job, make_rows, published_job
+from tests.serving.stand_in import StandIn, rest_server
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +37,12 @@ def test_a_rolled_back_version_does_not_come_back_by_itself(published, tmp_path)
     assert contents(job.directory / "runs") == before
     assert Manifest.read(job.model_dir / "3").republished["from"] == 1
 
-    done = job.run()
-    assert (done.code, "this job's version was rolled back, version 3 took its place" in done.error) == (0, True)
+    served = StandIn(job.model_dir / "3")
+    served.states = {3: [("AVAILABLE", "OK", "")]}
+    with rest_server(served) as address:
+        done = job.run("--wait-for", address)
+    assert (done.code, "this job's version was rolled back, version 3 took its place" in done.stderr) == (0, True)
+    assert f"{address} serves version 3 of tiny" in done.last_line
     assert job.versions == ["1", "2", "3"]
     shutil.rmtree(job.model_dir / "2")  # nor when the bad version was thrown away
     for command in ("run", "export", "publish"):

@@ -116,6 +116,20 @@ def _flags(script):
     return dict(line.removeprefix("--").split("=", 1) for line in lines)
 
 
+def test_a_server_that_sees_other_paths(base_path, tmp_path):
+    """As in deploy/: the versions are looked up here, the server finds them there."""
+    out = tmp_path / "out"
+    there = ["--server-base-path", "/models", "--server-config-dir", "/etc/tensorflow-serving"]
+    done = _run("--base-path", base_path, "--output", out, "--name", "reviews", "--stable", "7", *there)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (out / "models.config").read_text()
+    (parsed,) = text_format.Parse(text, model_server_config_pb2.ModelServerConfig()).model_config_list.config
+    assert (parsed.base_path, dict(parsed.version_labels)) == ("/models/reviews", {"stable": 7})
+    given = _flags(out / "serve.sh")
+    assert given["model_config_file"] == "/etc/tensorflow-serving/models.config"
+    assert given["monitoring_config_file"] == "/etc/tensorflow-serving/monitoring.config"
+
+
 def test_batching_on_a_gpu(base_path, tmp_path):
     done = _run("--base-path", base_path, "--output", tmp_path / "out", "--gpu", "--name", "news")
     assert (done.returncode, done.stderr) == (0, "")

@@ -30,7 +30,7 @@ def test_waits_until_the_version_is_served(job, model, command):
         for _ in range(2):
             done = job.run("--wait-for", address, command=command)
             assert done.code == 0, done.stderr
-            assert f"{address} serves {job.model_dir / '1'}; waited " in done.last_line
+            assert f"{address} serves version 1 of tiny; waited " in done.last_line
     assert model.states == {1: [("AVAILABLE", "OK", "")]}
     assert snapshot(job.model_dir) == before
 
