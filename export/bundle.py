@@ -20,7 +20,7 @@ from export.ort import convert_ort
 from export.quantize import quantize_int8
 from export.verify import MAX_ACCURACY_DROP, MIN_AGREEMENT
 from pipeline import dataset
-from pipeline.contract import ONNX_FILES, ONNX_TEXT, PAD_ID, TOKENIZER_MODEL, Manifest, list_files
+from pipeline.contract import ONNX_FILES, ONNX_TEXT, PAD_ID, STAGED, TOKENIZER_MODEL, Manifest, list_files
 from pipeline.files import staged_directory
 from pipeline.text import Tokenizer
 from serving.warmup import warmup_batches, write_warmup
@@ -62,7 +62,9 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
     labels = dataset.load_labels(data_dir)
     tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
     texts = dataset.load_texts(data_dir, "test")
-    with staged_directory(Path(run_dir) / "candidate") as directory, tempfile.TemporaryDirectory() as scratch:
+    # In the run directory, where the next run removes what a killed one has left.
+    scratch = tempfile.TemporaryDirectory(dir=run_dir, prefix=f"{STAGED}verification-")
+    with staged_directory(Path(run_dir) / "candidate") as directory, scratch as cases_dir:
         note("exporting SavedModel and ONNX graphs")
         _write_artifacts(job, directory, model, version, labels, tokenizer, texts)
         graphs = _count_graphs(directory, job.model.num_layers)
@@ -87,7 +89,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
         )
         manifest.write(directory)
         note("reloading every artifact in fresh processes and comparing it with the trained model")
-        cases = Path(scratch) / "cases.npz"
+        cases = Path(cases_dir) / "cases.npz"
         predict = saved_model.classify_function(model)
         verify.write_cases(
             cases,
@@ -98,7 +100,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
             dataset.Split.load(data_dir, "test"),
         )
         parity = verify.verify(directory, cases)
-        manifest = _without_poor_int8(dataclasses.replace(manifest, parity=parity), directory)
+        manifest = _without_poor(dataclasses.replace(manifest, parity=parity), directory)
         parameters = sum(weight.shape.num_elements() for weight in model.trainable_weights)
         write_model_card(directory, manifest, dataset.load_report(data_dir), parameters)  # names the files that stayed
         manifest = dataclasses.replace(manifest, files=list_files(directory))
@@ -136,25 +138,29 @@ def _count_graphs(directory, num_layers):
     return graphs
 
 
-def _without_poor_int8(manifest, directory):
-    """Leaves the int8 file out, with a warning, when it changes too many labels or costs too much accuracy."""
-    file = ONNX_FILES["int8"]
-    figures = manifest.parity.get(file)
-    if figures is None:
-        return manifest
-    agreement = figures["label_agreement"]
+def _without_poor(manifest, directory):
+    """Leaves out the smaller files that answer too differently, with a warning."""
+    for file in (ONNX_FILES["int8"], ONNX_FILES["float16"]):
+        problem = _why_poor(manifest.parity[file]) if file in manifest.parity else ""
+        if problem:
+            (directory / file).unlink()
+            graphs = {name: counts for name, counts in manifest.graphs.items() if name != file}
+            warnings = [*manifest.warnings, f"{file} was left out: {problem}"]
+            manifest = dataclasses.replace(manifest, files=list_files(directory), graphs=graphs, warnings=warnings)
+    return manifest
+
+
+def _why_poor(figures):
+    if "poor" in figures:
+        return figures["poor"]
     drop = round(figures["float32_accuracy"] - figures["accuracy"], 9)  # 0.78 - 0.775 is more than 0.005
-    if agreement >= MIN_AGREEMENT and drop <= MAX_ACCURACY_DROP:
-        return manifest
-    (directory / file).unlink()
-    warning = (
-        f"{file} was left out: on the test split {agreement:.2%} of its labels agree with float32, {MIN_AGREEMENT:.0%} "
-        f"are needed, and its accuracy is {figures['accuracy']:.4f} against {figures['float32_accuracy']:.4f}, "
-        f"a drop of {MAX_ACCURACY_DROP} is allowed"
+    if figures["label_agreement"] >= MIN_AGREEMENT and drop <= MAX_ACCURACY_DROP:
+        return ""
+    return (
+        f"on the test split {figures['label_agreement']:.2%} of its labels agree with float32, {MIN_AGREEMENT:.0%} are "
+        f"needed, and its accuracy is {figures['accuracy']:.4f} against {figures['float32_accuracy']:.4f}, a drop of "
+        f"{MAX_ACCURACY_DROP} is allowed"
     )
-    graphs = {name: counts for name, counts in manifest.graphs.items() if name != file}
-    warnings = [*manifest.warnings, warning]
-    return dataclasses.replace(manifest, files=list_files(directory), graphs=graphs, warnings=warnings)
 
 
 def package_versions():

@@ -115,7 +115,7 @@ def rollback(
     debug: Debug = False,
 ):
     """Publishes an old version again under a new number. Needs neither the run directory nor the data."""
-    _execute(lambda job: job.rollback(to), job, set, debug, locks_run=False)
+    _execute(lambda job: job.rollback(to, _ignore_signals), job, set, debug, locks_run=False)
 
 
 @app.command()

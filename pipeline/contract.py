@@ -127,8 +127,14 @@ class Manifest:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             optional = {f.name for f in dataclasses.fields(cls) if f.default_factory is not dataclasses.MISSING}
-            names = [f.name for f in dataclasses.fields(cls) if f.name in values or f.name not in optional]
-            return cls(**{name: values[name] for name in names})
+            fields = [f for f in dataclasses.fields(cls) if f.name in values or f.name not in optional]
+            for field in fields:
+                if type(values[field.name]) is not field.type:
+                    raise TypeError(f"{field.name} is {json.dumps(values[field.name])[:80]}")
+            files = values["files"].values()
+            if not all(isinstance(file, dict) and {"sha256", "size"} <= file.keys() for file in files):
+                raise TypeError("a file has no sha256 and size")
+            return cls(**{field.name: values[field.name] for field in fields})
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ArtifactError(
                 f"{version_dir} is not a version directory: cannot read {MANIFEST} ({_reason(e)}). "

@@ -76,8 +76,8 @@ class Job:
 
     def run(self):
         """Does what is left to do: prepare, train, evaluate, export, publish; prints a summary."""
-        self._open_run()
         require_directory(self.config.model_dir, "publish.base_path")
+        self._open_run()
         replaced_by = self._rolled_back_by()
         if replaced_by:
             shutil.rmtree(self.run_dir / CANDIDATE, ignore_errors=True)
@@ -190,12 +190,12 @@ class Job:
 
     # What is done with versions, without the run.
 
-    def rollback(self, number):
+    def rollback(self, number, ignore_signals):
         """Publishes an old version again under a new number; 0 is the one before the live one."""
         from serving.rollback import rollback
 
         require_directory(self.config.model_dir, "publish.base_path")
-        target = rollback(self.config.model_dir, number, self.console.note, self.console.warn)
+        target = rollback(self.config.model_dir, number, self.console.note, self.console.warn, ignore_signals)
         self.console.result(f"live: {target}")
 
     def list_versions(self):

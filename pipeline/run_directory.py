@@ -41,7 +41,7 @@ class RunDirectory:
         is_new = fresh
         if self._is_trained_in():  # without, there is nothing to lose
             changed, new_data = changes(self.config, self.path, data_key, train_key)
-            if (changed or new_data) and not fresh and not self._is_measured():
+            if (changed or new_data) and not fresh and not self._may_be_replaced(changed, new_data):
                 raise another_job(self.path, [*changed, *new_data])
             is_new = bool(changed or new_data) or fresh
             if is_new:
@@ -62,10 +62,13 @@ class RunDirectory:
     def _is_trained_in(self):
         return (self.path / checkpoint.CHECKPOINTS).exists()
 
-    def _is_measured(self):
-        """True once there is a report on the weights; the one of a gate that refused the data is on the data alone."""
+    def _may_be_replaced(self, changed, new_data):
+        """True of a finished run, and of one whose data the gate refused when there is other data now."""
+        if not (self.path / EVALUATION).exists():
+            return False
         report = read_record(self.path / EVALUATION, "gate")
-        return (self.path / EVALUATION).exists() and (report is None or "test" in report)
+        is_measured = report is None or "test" in report
+        return is_measured or bool(new_data) and not changed
 
     def _set_aside(self, reason):
         aside = self.path.with_name(f"{self.path.name}.previous")

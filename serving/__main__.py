@@ -28,7 +28,7 @@ def main(argv=None):
         argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0 done, 2 usage or wrong path, 3 bad input data, 1 anything else.
+        The exit code: 0 done, 2 usage, 3 bad input data, 1 anything else.
     """
     args = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # through every `finally`

@@ -6,9 +6,7 @@ fresh process makes sure of that, and that both give the same answers, before th
 
 import datetime
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import onnx
 
 from pipeline.contract import MANIFEST, ONNX_FILES, Manifest, list_files, next_version, version_number, versions
 from pipeline.errors import ArtifactError, PipelineError, VerificationError
+from pipeline.fresh_process import FreshProcess, end_with_parent
 from serving.actor import actor
 from serving.onnx_classifier import OnnxClassifier
 from serving.publish import becoming_visible, publishing, settle
@@ -26,7 +25,7 @@ _TEXTS = ["good", "a fine film , moving and funny .", "two hours I will never ge
 _TEXTS += ["naïve café – 100 %", "好看，推荐！", "\U0001f600\U0001f44d\u200d", "ﬁ ½ İ ß", "so " * 3000, "x" * 500]
 
 
-def rollback(model_dir, number, note, warn):
+def rollback(model_dir, number, note, warn, on_ready=lambda: None):
     """Publishes an old version again under the next number. Nothing is removed.
 
     Args:
@@ -35,6 +34,8 @@ def rollback(model_dir, number, note, warn):
             for the newest one before its original: what was rolled back once is not chosen again.
         note: called with one line per step.
         warn: called with one line for what the user should know.
+        on_ready: called when the copy is about to become visible. From there on an interruption must not be reported
+            as one: who ran the command again would go one version further back.
 
     Returns:
         The path of the new version, or of the live one if that is what was asked for.
@@ -59,6 +60,7 @@ def rollback(model_dir, number, note, warn):
         with becoming_visible(ledger, target) as staged:
             _copy(source, staged, int(target.name))
             _compare_in_fresh_process(source, staged)
+            on_ready()
         settle(ledger, target, warn)
     return target
 
@@ -138,15 +140,12 @@ def _replace(path, data):
 
 
 def _compare_in_fresh_process(old, new):
-    root = str(Path(__file__).resolve().parents[1])  # the child finds this code wherever it was started from
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "serving.rollback", str(old), str(new)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise VerificationError(f"the copy of {old} could not be shown to be the same: {last}. Nothing was published.")
+    with FreshProcess("serving.rollback", old, new) as process:
+        problem = process.wait()
+    if problem:
+        raise VerificationError(
+            f"the copy of {old} could not be shown to be the same: {problem}. Nothing was published."
+        )
 
 
 # What follows runs in the fresh process.
@@ -202,6 +201,7 @@ def _answers(version_dir, precision):
 
 
 if __name__ == "__main__":
+    end_with_parent()
     try:
         compare(*sys.argv[1:])
     except PipelineError as e:

@@ -76,7 +76,7 @@ def check_address(address):
     """Raises JobError unless `address` is `host:port` or an http:// or https:// URL."""
     try:
         url = urllib.parse.urlsplit(address)
-        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and " " not in address
     except ValueError:  # a port that is no number, or too high
         is_url = False
     grpc = _GRPC_ADDRESS.fullmatch(address)
@@ -190,6 +190,8 @@ def _exchange(connection, method, path, body, end):
     while part := response.read1(1 << 20):
         parts.append(part)
         sock.settimeout(left())
+    if response.length:  # read1 does not say that the server ended before its answer did
+        raise http.client.IncompleteRead(b"".join(parts), response.length)
     response.close()  # or the connection would take no other request
     return response.status, b"".join(parts)
 

@@ -165,14 +165,22 @@ def test_the_order_of_a_runs_labels_is_fixed_once_it_trains(published, tmp_path)
     assert snapshot(job.model_dir) == live
     assert job.run(command="train").code == 0
 
-    # The gate's report does not make the run a finished one, which new data may replace.
+    # The gate's report does not make the run a finished one, which another job may replace.
     shutil.rmtree(max((job.run_dir / "checkpoints").iterdir()))
     assert job.run().code == 4
     before = contents(job.run_dir)
-    write_csv(job.data_file, make_rows(400))
-    done = job.run()
+    done = job.run("--set", "training.learning_rate=0.5")
     assert (done.code, "holds a run of another job" in done.last_line) == (2, True)
     assert contents(job.run_dir) == before
+
+    # But other data may: nobody waits for the training of what is refused.
+    kept = shutil.copytree(job.run_dir, tmp_path / "kept")
+    write_csv(job.data_file, [(text, "good" if i % 9 else "bad") for i, (text, _) in enumerate(make_rows(400))])
+    done = job.run()
+    assert (done.code, "starting a new run (new data)" in done.stderr) == (4, True), done.stderr
+    assert "evaluation.max_label_shift" in done.last_line
+    shutil.rmtree(job.run_dir)
+    shutil.move(kept, job.run_dir)
     write_csv(job.data_file, make_rows())
 
     # With all records of the order lost, none is guessed.

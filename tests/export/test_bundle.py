@@ -87,7 +87,7 @@ def test_poor_int8_file_is_left_out_with_a_warning(job, tmp_path, agreement, dro
     (tmp_path / "onnx").mkdir()
     (tmp_path / "onnx" / "model.int8.onnx").write_bytes(b"x")
     manifest = dataclasses.replace(manifest, parity=parity, files=list_files(tmp_path), warnings=[])
-    result = bundle._without_poor_int8(manifest, tmp_path)
+    result = bundle._without_poor(manifest, tmp_path)
     assert ("onnx/model.int8.onnx" in result.files) is stays
     assert (tmp_path / "onnx" / "model.int8.onnx").exists() is stays
     assert ("onnx/model.int8.onnx" in result.graphs) is stays

@@ -153,7 +153,7 @@ def test_a_wrong_artifact_never_becomes_a_candidate(job, trained, tmp_path, monk
 
 
 def test_smaller_precisions_are_compared_on_the_whole_test_split(job, version_dir, cases, tmp_path, monkeypatch):
-    """int8 answers with figures, for the exporter to judge; float16 beyond its tolerance is an error."""
+    """They answer with figures, for the exporter to judge."""
     monkeypatch.setattr(verify, "_RUNTIMES", {"onnxruntime": verify._check_onnx})  # for time
     convert_float16(version_dir / ONNX_FILES["float32"], version_dir / ONNX_FILES["float16"])
     _seal(version_dir)
@@ -175,5 +175,21 @@ def test_smaller_precisions_are_compared_on_the_whole_test_split(job, version_di
     assert figures["accuracy"] < 0.8 < figures["float32_accuracy"]
     onnx.save(_shifted(onnx.load(version_dir / ONNX_FILES["float16"])), version_dir / ONNX_FILES["float16"])
     _seal(version_dir)
-    with pytest.raises(VerificationError, match=rf"deleted: {ONNX_FILES['float16']}: .*, allowed 0\.01\.$"):
+    figures = verify.verify(version_dir, cases)[ONNX_FILES["float16"]]
+    assert figures["poor"].endswith(", allowed 0.01")
+    (version_dir / "onnx").rename(tmp_path / "onnx")  # with both files, of which the manifest was told
+    manifest = dataclasses.replace(Manifest.read(version_dir), parity={ONNX_FILES["float16"]: figures}, warnings=[])
+    left = bundle._without_poor(manifest, tmp_path)
+    assert left.warnings == [f"{ONNX_FILES['float16']} was left out: {figures['poor']}"]
+    assert not (tmp_path / ONNX_FILES["float16"]).exists() and ONNX_FILES["float16"] not in left.files
+
+
+def test_a_file_that_answers_to_ids_outside_the_vocabulary_is_refused(version_dir, cases, monkeypatch):
+    monkeypatch.setattr(verify, "_RUNTIMES", {"onnxruntime": verify._check_onnx})  # for time
+    model = onnx.load(version_dir / ONNX_FILES["float32"])
+    (gather,) = [node for node in model.graph.node if node.op_type == "Gather"]
+    gather.input[1] = next(node.output[0] for node in model.graph.node if node.op_type == "Clip")
+    onnx.save(model, version_dir / ONNX_FILES["float32"])
+    _seal(version_dir)
+    with pytest.raises(VerificationError, match=r"onnx/model\.onnx: ids \[\[1, \d+\]\], outside the vocabulary, were"):
         verify.verify(version_dir, cases)

@@ -135,6 +135,18 @@ def test_versions_from_before_a_key_existed_can_be_read(version_dir, key):
     assert getattr(Manifest.read(version_dir), key) == {}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("files", None), ("files", {"a": 1}), ("files", {"a": {"size": 1}}), ("labels", {}), ("republished", None),
+     ("label_counts", []), ("version", "3"), ("version", True), ("metrics", 1), ("name", 7)],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused(version_dir, key, value):
+    path = version_dir / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(ArtifactError, match="is not a version directory: cannot read manifest.json"):
+        Manifest.read(version_dir)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"null"])
 def test_a_damaged_manifest_is_refused(version_dir, content):
     (version_dir / "manifest.json").write_bytes(content)

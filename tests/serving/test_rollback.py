@@ -15,7 +15,7 @@ from pipeline.files import locked
 from serving.onnx_classifier import OnnxClassifier
 from serving.publish import publish
 from serving.rollback import compare, rollback
-from tests.jobs import contents, run_pipeline, run_python, snapshot
+from tests.jobs import contents, run_pipeline, run_python, run_script, snapshot
 from tests.serving.tiny import TEXTS, Tiny
 
 
@@ -178,7 +178,7 @@ def test_what_does_not_answer_alike_is_not_published(model_dir, monkeypatch):
 
     monkeypatch.setattr(set_version, spoil)
     before = contents(model_dir)
-    with pytest.raises(VerificationError, match=r"could not be shown to be the same: onnx/model.*\.onnx differs\. No"):
+    with pytest.raises(VerificationError, match=r"not be shown to be the same: exit code 1, onnx/model.*\.onnx differs\. No"):
         _roll_back(model_dir)
     monkeypatch.setattr(set_version, lambda graph, number: None)
     with pytest.raises(VerificationError, match=r"the version in onnx/model.*\.onnx differs\. Nothing was published"):
@@ -261,6 +261,24 @@ def test_command(job_file, model_dir, tmp_path):
     assert "there is no version 9" in done.error
     done = run_pipeline("rollback", job_file, "--to", "x")
     assert (done.code, "--to" in done.error) == (2, True)
+
+
+def test_a_signal_that_comes_too_late_does_not_ask_for_another_rollback(job_file, model_dir, tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pipeline import commands\n"
+        "from serving import rollback\n"
+        "settle = rollback.settle\n"
+        "def settle_late(*args):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    settle(*args)\n"
+        "rollback.settle = settle_late\n"
+        "sys.argv = ['pipeline', 'rollback', sys.argv[1]]\n"
+        "commands.main()\n"
+    )
+    done = run_script(script, job_file)
+    assert (done.code, done.stdout) == (0, f"live: {model_dir / '4'}\n"), done.stderr
 
 
 def test_one_process_at_a_time(job_file, model_dir, tmp_path):

@@ -1,8 +1,10 @@
 """The client of TensorFlow Serving, over both protocols, against a stand-in that speaks them on loopback."""
 
 import concurrent.futures
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -46,6 +48,31 @@ def client(address, monkeypatch):
     monkeypatch.setattr(tensorflow_serving, "_FIRST_PAUSE_S", 0.01)
     with TensorFlowServingClient(address, "tiny", LABELS) as client:
         yield client
+
+
+def test_an_iterator_of_texts(client):
+    assert len(client.predict(text for text in ["a", "b"])) == 2
+
+
+def test_an_answer_that_ends_early_is_asked_for_again(monkeypatch):
+    """As of a server that is killed while it answers."""
+    monkeypatch.setattr(tensorflow_serving, "_FIRST_PAUSE_S", 0.01)
+    asked = []
+
+    def serve(listening):
+        for _ in range(3):
+            connection, _ = listening.accept()
+            with connection:
+                asked.append(connection.recv(1 << 16))
+                connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"outputs": ')
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, args=(listening,), daemon=True).start()
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        client = TensorFlowServingClient(address, "tiny", LABELS, retries=2)
+        with client, pytest.raises(ServingError, match="UNAVAILABLE"):
+            client.predict(["a"])
+    assert len(asked) == 3
 
 
 def _rows(tiny, texts, max_length=12):
@@ -232,7 +259,7 @@ def test_a_server_that_was_restarted(model):
 _NO_ADDRESSES = ["", "localhost", "localhost:", "ftp://localhost:1", "http://", "a b:1", "localhost:1/v1", "http://h:x"]
 
 
-@pytest.mark.parametrize("bad", [*_NO_ADDRESSES, "localhost:0", "localhost:65536", "http://h:0"])
+@pytest.mark.parametrize("bad", [*_NO_ADDRESSES, "localhost:0", "localhost:65536", "http://h:0", "http://a b:1"])
 def test_bad_address(bad):
     with pytest.raises(JobError, match="host:port for gRPC or http://host:port for REST"):
         TensorFlowServingClient(bad, "tiny")
