@@ -39,6 +39,9 @@ def quantize_int8(source, target):
         )
     finally:
         logging.getLogger().setLevel(level)
+    quantized = onnx.load(target)
+    onnx.helper.set_model_props(quantized, {p.key: p.value for p in model.metadata_props})  # without its own mark
+    onnx.save(quantized, target)
 
 
 def _gather_int8(graph, match):

@@ -293,8 +293,9 @@ class Job:
         self.fresh = False
 
     def _evaluation_report(self):
-        report = read_record(self.run_dir / EVALUATION, "result_key", "test", "labels")
-        return report if report is not None and report["result_key"] == self.result_key else None
+        report = read_record(self.run_dir / EVALUATION, "result_key", "data_fingerprint", "test", "labels")
+        is_whole = report is not None and isinstance(report["test"], dict) and isinstance(report["labels"], list)
+        return report if is_whole and report["result_key"] == self.result_key else None
 
     def _require_evaluated(self):
         report = self._evaluation_report()

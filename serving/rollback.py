@@ -89,7 +89,9 @@ def _choose(model_dir, number):
 
 def _others(present):
     whole = [str(number) for number, path in present.items() if _is_whole(path)]
-    return f"Whole versions: {', '.join(whole) or 'none'}; choose one with --to N."
+    live = str(list(present)[-1])
+    choose = "; choose one with --to N" if set(whole) - {live} else ""
+    return f"Whole versions: {', '.join(whole) or 'none'}{choose}."
 
 
 def _is_whole(path):

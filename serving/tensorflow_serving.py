@@ -10,6 +10,7 @@ Over REST it needs what the `serving` extra installs; over gRPC also tensorflow-
 TensorFlow.
 """
 
+import collections.abc
 import random
 import time
 
@@ -136,8 +137,10 @@ class TensorFlowServingClient:
         return self._joined(self._ask(TOKEN_IDS_SIGNATURE, TOKEN_IDS, batches, (LOGITS,)), LOGITS)
 
     def _classify(self, texts, wanted):
-        texts = texts if isinstance(texts, str) else list(texts)
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        if isinstance(texts, str) or not isinstance(texts, collections.abc.Iterable):
+            raise DataError(f"texts must be a list of strings. Received: texts={texts!r:.80}")
+        texts = list(texts)
+        if not all(isinstance(text, str) for text in texts):
             raise DataError(f"texts must be a list of strings. Received: texts={texts!r:.80}")
         return self._ask(SERVING_SIGNATURE, TEXT, self._split([well_formed(text) for text in texts]), wanted)
 

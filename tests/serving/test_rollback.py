@@ -162,7 +162,7 @@ def test_there_must_be_a_version(model_dir, tmp_path):
     assert not (tmp_path / "none").exists()
     shutil.rmtree(model_dir / "1")
     shutil.rmtree(model_dir / "2")
-    with pytest.raises(ArtifactError, match=r"there is no whole version before 3, in .*Whole versions: 3; choose"):
+    with pytest.raises(ArtifactError, match=r"there is no whole version before 3, in .*Whole versions: 3\."):
         _roll_back(model_dir)
 
 

@@ -50,6 +50,12 @@ def client(address, monkeypatch):
         yield client
 
 
+def test_what_is_no_list_of_texts(client):
+    for texts in ("abc", None, 3, [b"a"], ["a", None]):
+        with pytest.raises(DataError, match="texts must be a list of strings"):
+            client.predict(texts)
+
+
 def test_an_iterator_of_texts(client):
     assert len(client.predict(text for text in ["a", "b"])) == 2
 
