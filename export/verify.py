@@ -28,7 +28,7 @@ from pipeline.dataset import Split
 from pipeline.errors import VerificationError
 from pipeline.evaluation import predict_logits, softmax
 from pipeline.files import read_json
-from pipeline.fresh_process import FreshProcess, end_with_parent
+from pipeline.fresh_process import FreshProcess, run_fresh
 from pipeline.text import Tokenizer, pad
 
 TOLERANCE = 1e-4  # absolute, and relative for answers above 1
@@ -330,5 +330,4 @@ def main(runtime, version_dir, cases, answer):
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    main(*sys.argv[1:])
+    run_fresh(main, *sys.argv[1:])

@@ -128,14 +128,11 @@ class Manifest:
             values = json.loads(path.read_text(encoding="utf-8"))
             optional = {f.name for f in dataclasses.fields(cls) if f.default_factory is not dataclasses.MISSING}
             fields = [f for f in dataclasses.fields(cls) if f.name in values or f.name not in optional]
-            for field in fields:
-                if type(values[field.name]) is not field.type:
-                    raise TypeError(f"{field.name} is {json.dumps(values[field.name])[:80]}")
-            files = values["files"].values()
-            if not all(isinstance(file, dict) and {"sha256", "size"} <= file.keys() for file in files):
-                raise TypeError("a file has no sha256 and size")
+            wrong = [field.name for field in fields if type(values[field.name]) is not field.type]
+            if wrong or (wrong := _wrong_inside(values)):
+                raise TypeError(f"{', '.join(wrong)}: not what it should be")
             return cls(**{field.name: values[field.name] for field in fields})
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
             raise ArtifactError(
                 f"{version_dir} is not a version directory: cannot read {MANIFEST} ({_reason(e)}). "
                 "Give the path of a published version, e.g. models/NAME/1."
@@ -167,6 +164,19 @@ class Manifest:
                     f"{path} is damaged: its size or SHA-256 differs from {MANIFEST}. "
                     "Copy the whole version directory again."
                 )
+
+
+def _wrong_inside(values):
+    """Returns the keys of a manifest whose lists and objects hold something else than they should."""
+    files = [(f.get("sha256"), f.get("size")) if isinstance(f, dict) else (f, f) for f in values["files"].values()]
+    republished = values.get("republished", {})
+    holds = {
+        "files": all(isinstance(sha256, str) and isinstance(size, int) for sha256, size in files),
+        "labels": all(isinstance(label, str) for label in values["labels"]),
+        "label_counts": all(isinstance(count, int) for count in values.get("label_counts", {}).values()),
+        "republished": not republished or isinstance(republished.get("from"), int),
+    }
+    return [key for key, it_does in holds.items() if not it_does]
 
 
 def list_files(version_dir):

@@ -19,7 +19,7 @@ from pipeline.config import fingerprint
 from pipeline.console import Console
 from pipeline.contract import next_version, version_number
 from pipeline.errors import ArtifactError, DataError, JobError, PipelineError, VerificationError
-from pipeline.files import locked, require_directory, write_json
+from pipeline.files import locked, remove_staged, require_directory, write_json
 from pipeline.gatekeeper import CANDIDATE, EVALUATION, Gatekeeper
 from pipeline.identity import another_job, changes, identity, read_record
 from pipeline.publication import find_candidate, find_version, rolled_back_by
@@ -151,6 +151,7 @@ class Job:
         if self._is_published() or self._candidate() is not None:
             self.console.note("nothing to do: this job's version is there")
             return
+        remove_staged(self.run_dir)
         self._start_tensorflow()
         from export.bundle import build_candidate
         from pipeline.training import load_best
@@ -194,8 +195,12 @@ class Job:
         """Publishes an old version again under a new number; 0 is the one before the live one."""
         from serving.rollback import rollback
 
+        def on_ready():
+            ignore_signals()
+            self.stop()  # one that came before, and whose exception was lost
+
         require_directory(self.config.model_dir, "publish.base_path")
-        target = rollback(self.config.model_dir, number, self.console.note, self.console.warn, ignore_signals)
+        target = rollback(self.config.model_dir, number, self.console.note, self.console.warn, on_ready)
         self.console.result(f"live: {target}")
 
     def list_versions(self):
@@ -328,7 +333,8 @@ class Job:
         self._prepare(self.data_dir, self.directory.first_labels(self.data_key))
 
     def _ask_about_data(self):
-        self.gatekeeper.ask_about_data(self._evaluation_report() or {})
+        # One of fewer epochs as well: it says that the run was finished.
+        self.gatekeeper.ask_about_data(read_record(self.run_dir / EVALUATION, "test") or {})
 
     def _prepare(self, data_dir, first_labels):
         report = dataset.prepare(self.config, data_dir, first_labels)

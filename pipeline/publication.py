@@ -48,3 +48,10 @@ def rolled_back_by(model_dir, export_key, above):
     rows = {n: row for n, row in Ledger.read(model_dir).rows.items() if not row.get("pending")}
     mine = [n for n, row in rows.items() if n > above and row.get("export_key") == export_key]
     return max((n for n, row in rows.items() if mine and n > max(mine) and row.get("republished")), default=0)
+
+
+def newest_of_the_past(model_dir):
+    """Returns the highest number of a version that neither is live nor was replaced by the rollback that is live."""
+    live = max(versions(model_dir), default=0)
+    republished = Ledger.read(model_dir).rows.get(live, {}).get("republished") or {}
+    return max(0, min(republished.get("from", live), live - 1))

@@ -9,6 +9,7 @@ from pipeline.errors import JobError
 from pipeline.files import read_json, remove_staged, write_json
 from pipeline.gatekeeper import EVALUATION
 from pipeline.identity import JOB, another_job, changes, read_record
+from pipeline.publication import newest_of_the_past
 
 RUN = "run.json"
 
@@ -52,9 +53,8 @@ class RunDirectory:
         if is_new:
             # What an equal job published before, e.g. on the data of last week, does not count for this run. What is
             # live does, if it was not to be made anew: a refused week may be followed by the data of the week before.
-            highest = next_version(self.config.model_dir) - 1
-            live = max(versions(self.config.model_dir), default=0)
-            self._remember(above_version=highest if fresh else max(live - 1, 0))
+            model_dir = self.config.model_dir
+            self._remember(above_version=next_version(model_dir) - 1 if fresh else newest_of_the_past(model_dir))
         resolved = self.config.resolved()
         if read_json(self.path / JOB) != resolved:
             write_json(self.path / JOB, resolved)

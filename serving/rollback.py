@@ -15,7 +15,7 @@ import onnx
 
 from pipeline.contract import MANIFEST, ONNX_FILES, Manifest, list_files, next_version, version_number, versions
 from pipeline.errors import ArtifactError, PipelineError, VerificationError
-from pipeline.fresh_process import FreshProcess, end_with_parent
+from pipeline.fresh_process import FreshProcess, run_fresh
 from serving.actor import actor
 from serving.onnx_classifier import OnnxClassifier
 from serving.publish import becoming_visible, publishing, settle
@@ -203,8 +203,7 @@ def _answers(version_dir, precision):
 
 
 if __name__ == "__main__":
-    end_with_parent()
     try:
-        compare(*sys.argv[1:])
+        run_fresh(compare, *sys.argv[1:])
     except PipelineError as e:
         sys.exit(str(e).rstrip("."))

@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.errors import JobError, ServingError
 
 MESSAGE_BYTES = 1 << 30  # gRPC refuses more than 4 MB unless told otherwise: less than 32 long texts
-_GRPC_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s/:@\[\]]+):(\d{1,5})")
+_GRPC_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s/:@\[\]]+):([0-9]{1,5})")
 _REST_CODES = {  # ToHTTPStatusCode in tensorflow_serving/model_servers/http_server.cc; 400 also FAILED_PRECONDITION
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -76,7 +76,8 @@ def check_address(address):
     """Raises JobError unless `address` is `host:port` or an http:// or https:// URL."""
     try:
         url = urllib.parse.urlsplit(address)
-        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and " " not in address
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        is_url = is_url and not any(map(str.isspace, address))  # which urlsplit drops in part
     except ValueError:  # a port that is no number, or too high
         is_url = False
     grpc = _GRPC_ADDRESS.fullmatch(address)

@@ -199,3 +199,15 @@ def test_the_order_of_a_runs_labels_is_fixed_once_it_trains(published, tmp_path)
     done = job.run(command="prepare")
     assert done.code == 1
     assert "cannot be told" in done.last_line and f"Restore or remove {job.model_dir / '1'}" in done.last_line
+
+
+def test_a_refusal_does_not_unfinish_a_finished_run(published, tmp_path):
+    """More epochs for it are refused, since another version is live by now; another job may still replace it."""
+    job = _with_live(published, tmp_path)
+    path = job.model_dir / "1" / "manifest.json"
+    other = {"labels": ["good", "bad"], "export_key": "of another job"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **other}))
+    done = job.run("--set", "training.epochs=4")
+    assert (done.code, "label indices would change" in done.last_line) == (4, True), done.stderr
+    done = job.run("--set", "training.learning_rate=0.5", command="prepare")
+    assert (done.code, "starting a new run (a changed job)" in done.stderr) == (0, True), done.stderr

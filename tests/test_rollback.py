@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.contract import Manifest
 from serving.publish import publish
-from tests.jobs import contents, copy_trained, make_job, make_rows, published_job
+from tests.jobs import contents, copy_trained, make_job, make_rows, published_job, write_csv
 from tests.serving.stand_in import StandIn, rest_server
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,16 @@ def test_a_rolled_back_version_does_not_come_back_by_itself(published, tmp_path)
         done = job.run("--wait-for", address)
     assert (done.code, "this job's version was rolled back, version 3 took its place" in done.stderr) == (0, True)
     assert f"{address} serves version 3 of tiny" in done.last_line
+
+    # Nor after a week whose data the gate refused.
+    kept = shutil.copytree(job.directory / "runs", tmp_path / "kept")
+    data = job.data_file.read_bytes()
+    write_csv(job.data_file, [row for row in make_rows() if row[1] == "good"])
+    assert job.run().code == 4
+    job.data_file.write_bytes(data)
+    assert "this job's version was rolled back, version 3 took its place" in job.run().error
+    shutil.rmtree(job.directory / "runs")
+    shutil.move(kept, job.directory / "runs")
     assert job.versions == ["1", "2", "3"]
     shutil.rmtree(job.model_dir / "2")  # nor when the bad version was thrown away
     for command in ("run", "export", "publish"):

@@ -138,7 +138,9 @@ def test_versions_from_before_a_key_existed_can_be_read(version_dir, key):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("files", None), ("files", {"a": 1}), ("files", {"a": {"size": 1}}), ("labels", {}), ("republished", None),
-     ("label_counts", []), ("version", "3"), ("version", True), ("metrics", 1), ("name", 7)],
+     ("label_counts", []), ("version", "3"), ("version", True), ("metrics", 1), ("name", 7),
+     ("files", {"a": {"sha256": "0", "size": "x"}}), ("labels", ["a", None]), ("label_counts", {"a": "x"}),
+     ("republished", {"from": "1"})],
 )  # fmt: skip
 def test_a_value_of_another_type_is_refused(version_dir, key, value):
     path = version_dir / "manifest.json"

@@ -43,6 +43,11 @@ def test_stopped_from_outside_is_no_judgement():
             process.wait()
 
 
+def test_a_full_disk_is_no_judgement():
+    with FreshProcess("tests.pipeline.lingering", "full") as process, pytest.raises(PipelineError, match="no room"):
+        process.wait()
+
+
 def test_none_is_left_at_the_end_of_the_block():
     with FreshProcess("tests.pipeline.lingering") as process:
         pid = process._process.pid

@@ -281,6 +281,29 @@ def test_a_signal_that_comes_too_late_does_not_ask_for_another_rollback(job_file
     assert (done.code, done.stdout) == (0, f"live: {model_dir / '4'}\n"), done.stderr
 
 
+def test_a_signal_whose_exception_was_lost_stops_it_before_anything_is_visible(job_file, model_dir, tmp_path):
+    """Python drops what a signal raises inside a `__del__`."""
+    script = tmp_path / "lost.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pipeline import commands\n"
+        "from serving import rollback\n"
+        "class Lost:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "copy = rollback._copy\n"
+        "def copy_and_lose(*args):\n"
+        "    Lost()\n"
+        "    copy(*args)\n"
+        "rollback._copy = copy_and_lose\n"
+        "sys.argv = ['pipeline', 'rollback', sys.argv[1]]\n"
+        "commands.main()\n"
+    )
+    done = run_script(script, job_file)
+    assert done.code == 75, done.stderr
+    assert list(versions(model_dir)) == [1, 2, 3]
+
+
 def test_one_process_at_a_time(job_file, model_dir, tmp_path):
     with locked(model_dir / ".lock", "publishing tiny"):
         with pytest.raises(LockHeld, match=f"pid {os.getpid()}.*publishing tiny"):

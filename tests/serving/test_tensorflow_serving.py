@@ -265,7 +265,10 @@ def test_a_server_that_was_restarted(model):
 _NO_ADDRESSES = ["", "localhost", "localhost:", "ftp://localhost:1", "http://", "a b:1", "localhost:1/v1", "http://h:x"]
 
 
-@pytest.mark.parametrize("bad", [*_NO_ADDRESSES, "localhost:0", "localhost:65536", "http://h:0", "http://a b:1"])
+_NO_PORTS = ["localhost:0", "localhost:65536", "http://h:0", "http://a b:1", "http://h:1\n", "h:\uff18\uff15"]
+
+
+@pytest.mark.parametrize("bad", [*_NO_ADDRESSES, *_NO_PORTS])
 def test_bad_address(bad):
     with pytest.raises(JobError, match="host:port for gRPC or http://host:port for REST"):
         TensorFlowServingClient(bad, "tiny")
