@@ -54,4 +54,5 @@ def newest_of_the_past(model_dir):
     """Returns the highest number of a version that neither is live nor was replaced by the rollback that is live."""
     live = max(versions(model_dir), default=0)
     republished = Ledger.read(model_dir).rows.get(live, {}).get("republished") or {}
-    return max(0, min(republished.get("from", live), live - 1))
+    origin = republished.get("from") if isinstance(republished, dict) else None  # a damaged row tells nothing
+    return max(0, min(origin if isinstance(origin, int) else live, live - 1))

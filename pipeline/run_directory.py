@@ -39,7 +39,7 @@ class RunDirectory:
         Raises:
             JobError: the run that is there is unfinished, and of another job or other data.
         """
-        is_new = fresh
+        is_new = fresh or self._was_just_set_aside()
         if self._is_trained_in():  # without, there is nothing to lose
             changed, new_data = changes(self.config, self.path, data_key, train_key)
             if (changed or new_data) and not fresh and not self._may_be_replaced(changed, new_data):
@@ -59,6 +59,14 @@ class RunDirectory:
         if read_json(self.path / JOB) != resolved:
             write_json(self.path / JOB, resolved)
 
+    def _was_just_set_aside(self):
+        """True when a process that began a new run was stopped before it had written so; `job.json` comes last."""
+        is_begun = (self.path / JOB).exists() or read_record(self.path / RUN, "above_version") is not None
+        return not is_begun and self._previous().exists()
+
+    def _previous(self):
+        return self.path.with_name(f"{self.path.name}.previous")
+
     def _is_trained_in(self):
         return (self.path / checkpoint.CHECKPOINTS).exists()
 
@@ -71,7 +79,7 @@ class RunDirectory:
         return is_measured or bool(new_data) and not changed
 
     def _set_aside(self, reason):
-        aside = self.path.with_name(f"{self.path.name}.previous")
+        aside = self._previous()
         shutil.rmtree(aside, ignore_errors=True)
         self.path.rename(aside)
         self.console.note(f"starting a new run ({reason}); the one before is in {aside}")

@@ -1,6 +1,7 @@
 """The gate in whole jobs: what it refuses, and when; what --force records; labels from version to version."""
 
 import csv
+import dataclasses
 import json
 import shutil
 
@@ -211,3 +212,18 @@ def test_a_refusal_does_not_unfinish_a_finished_run(published, tmp_path):
     assert (done.code, "label indices would change" in done.last_line) == (4, True), done.stderr
     done = job.run("--set", "training.learning_rate=0.5", command="prepare")
     assert (done.code, "starting a new run (a changed job)" in done.stderr) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty directory"])
+def test_a_new_run_that_was_stopped_as_it_began_is_still_new(published, tmp_path, left):
+    """The data of the week before last again: its version does not count, though nothing but `.previous` says so."""
+    job = _with_live(published, tmp_path)
+    later = shutil.copytree(job.model_dir / "1", job.model_dir / "2")
+    manifest = Manifest.read(later)
+    dataclasses.replace(manifest, version=2, export_key="of last week").write(later)
+    job.run_dir.rename(job.run_dir.with_name("tiny.previous"))
+    if left != "nothing":
+        job.run_dir.mkdir()
+    done = job.run(command="prepare")
+    assert done.code == 0, done.stderr
+    assert json.loads((job.run_dir / "run.json").read_text()) == {"above_version": 1}

@@ -66,7 +66,7 @@ def test_a_version_is_absent_or_whole_wherever_publishing_is_killed(candidate, t
 
     # The kills were spread over all of it.
     killed = [a for a in done["attempts"] if a["killed"]]
-    assert len(killed) == KILLS
+    assert len(killed) >= KILLS
     assert {_where(attempt) for attempt in killed} >= {"copying", "ledger", "removing", "after"}
 
     # What is left is as if nothing had been killed.
