@@ -118,7 +118,7 @@ def _on_operation(directory, call):
 
 
 def _publish(candidate, model_dir, kills, seed):
-    """Publishes versions until at least `kills` attempts were killed, and once more; a killed one is repeated as it was."""
+    """Publishes until at least `kills` attempts were killed, and once more; a killed one is repeated as it was."""
     rng = random.Random(seed)
     made, attempts = Manifest.read(candidate), []
     version = next_version(model_dir)
