@@ -1,4 +1,4 @@
-"""The reference model: a Pre-Norm Transformer encoder with masked mean pooling and a linear head."""
+"""The model: a Transformer encoder, pooling and a linear head; by default Pre-Norm, with the mean over the tokens."""
 
 import math
 
@@ -6,11 +6,14 @@ import keras
 import tensorflow as tf
 
 from pipeline.contract import PAD_ID, TOKEN_IDS
-from pipeline.layers import MaskedMeanPooling, PreNormEncoderLayer, SinusoidalPosition
-from pipeline.layers.attention import padding_mask
+from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
 from pipeline.layers.dense import Dense
 from pipeline.layers.dropout import Dropout
+from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
+from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.normalization import LayerNorm
+from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
+from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 from pipeline.seeds import derive_seed
 
 TOKEN_IDS_SPEC = tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)
@@ -20,8 +23,8 @@ TOKEN_IDS_SPEC = tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)
 class EncoderClassifier(keras.Model):
     """Token ids in, class logits out.
 
-    embedding * sqrt(D) + positions, `num_layers` Pre-Norm encoder layers, mean over the real tokens, LayerNorm,
-    dropout, one Dense layer to the logits.
+    embedding * sqrt(D) + positions, `num_layers` encoder layers, pooling to one vector, LayerNorm, dropout, one Dense
+    layer to the logits.
 
     Args:
         vocab_size: number of token ids V; ids must be in [0, V).
@@ -33,6 +36,16 @@ class EncoderClassifier(keras.Model):
         dropout: share dropped inside the encoder.
         head_dropout: share of the pooled vector dropped before the last layer.
         max_length: longest text, in tokens.
+        position: "sinusoidal", "learned", "rope", "alibi" or "none".
+        pooling: "mean" or "max" over the real tokens, or "cls", the place of a learned vector in front of them.
+        norm: "pre" or "post".
+        activation: "gelu", "relu" or "swiglu".
+        num_kv_heads: heads of keys and values; 0 = `num_heads`.
+        attention: "full", "local", "local_global" or "linear".
+        window: of local attention, tokens on each side.
+        global_tokens: of "local_global", first tokens that see all and are seen by all.
+        num_experts: of a mixture-of-experts feed-forward network; 0 = one network for all tokens.
+        top_k: experts that each token goes to.
         seed: integer seed of initial values and dropout, or None for a random one.
         dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Under a mixed policy the matrix products of the
             encoder are in half precision, everything else is float32.
@@ -49,6 +62,16 @@ class EncoderClassifier(keras.Model):
         dropout=0.1,
         head_dropout=0.2,
         max_length=256,
+        position="sinusoidal",
+        pooling="mean",
+        norm="pre",
+        activation="gelu",
+        num_kv_heads=0,
+        attention="full",
+        window=64,
+        global_tokens=1,
+        num_experts=0,
+        top_k=2,
         seed=None,
         **kwargs,
     ):
@@ -63,6 +86,16 @@ class EncoderClassifier(keras.Model):
             "dropout": dropout,
             "head_dropout": head_dropout,
             "max_length": max_length,
+            "position": position,
+            "pooling": pooling,
+            "norm": norm,
+            "activation": activation,
+            "num_kv_heads": num_kv_heads,
+            "attention": attention,
+            "window": window,
+            "global_tokens": global_tokens,
+            "num_experts": num_experts,
+            "top_k": top_k,
             "seed": seed,
         }
         self.seed = seed
@@ -78,14 +111,16 @@ class EncoderClassifier(keras.Model):
             dtype="float32",
             name="embedding",
         )
-        self.position = SinusoidalPosition(max_length, dtype=policy, name="position")
-        self.encoder_layers = [
-            PreNormEncoderLayer(
-                num_heads, d_ff, dropout, seed=derive_seed(seed, f"encoder_{i}"), dtype=policy, name=f"encoder_{i}"
-            )
-            for i in range(num_layers)
-        ]
-        self.pooling = MaskedMeanPooling(dtype="float32", name="pooling")
+        self.class_vector = None
+        if pooling == "cls":
+            self.class_vector = ClassVector(derive_seed(seed, "class_vector"), dtype="float32", name="class_vector")
+        # With the class vector there is one position more than tokens.
+        self._positions = max_length + (pooling == "cls")
+        added = {"sinusoidal": SinusoidalPosition, "learned": LearnedPosition}.get(position)
+        self.position = added and added(self._positions, dtype=policy, name="position")
+        self.encoder_layers = [self._encoder_layer(i) for i in range(num_layers)]
+        pooling_layer = {"mean": MaskedMeanPooling, "max": MaskedMaxPooling, "cls": FirstPooling}[pooling]
+        self.pooling = pooling_layer(dtype="float32", name="pooling")
         self.head_norm = LayerNorm(name="head_norm")
         self.head_dropout = Dropout(
             head_dropout, seed=derive_seed(seed, "head_dropout"), dtype="float32", name="head_dropout"
@@ -94,12 +129,56 @@ class EncoderClassifier(keras.Model):
         initial = keras.initializers.RandomNormal(stddev=0.02, seed=derive_seed(seed, "head"))
         self.head = Dense(num_classes, kernel_initializer=initial, dtype="float32", name="head")
 
+    def _encoder_layer(self, i):
+        config, seed, policy = self._config, derive_seed(self.seed, f"encoder_{i}"), self.dtype_policy
+        layer = {"pre": PreNormEncoderLayer, "post": PostNormEncoderLayer}[config["norm"]]
+        return layer(
+            config["num_heads"],
+            config["d_ff"],
+            config["dropout"],
+            seed=seed,
+            attention=self._attention(derive_seed(seed, "attention")),
+            feed_forward=self._feed_forward(derive_seed(seed, "feed_forward")),
+            dtype=policy,
+            name=f"encoder_{i}",
+        )
+
+    def _attention(self, seed):
+        config, policy = self._config, self.dtype_policy
+        rotary = RotaryPosition(self._positions, dtype=policy, name="rotary") if config["position"] == "rope" else None
+        return MultiHeadAttention(
+            config["d_model"],
+            config["num_heads"],
+            config["dropout"],
+            seed=seed,
+            num_kv_heads=config["num_kv_heads"],
+            core=self._attention_core(derive_seed(seed, "attention")),
+            rotary=rotary,
+            dtype=policy,
+            name="attention",
+        )
+
+    def _attention_core(self, seed):
+        config = self._config
+        common = {"alibi": config["position"] == "alibi", "dtype": self.dtype_policy, "name": "attention"}
+        if config["attention"] == "full":
+            return ScaledDotProductAttention(config["dropout"], seed=seed, **common)
+        raise NotImplementedError(config["attention"])
+
+    def _feed_forward(self, seed):
+        config = self._config
+        common = {"seed": seed, "activation": config["activation"], "dtype": self.dtype_policy, "name": "feed_forward"}
+        if config["num_experts"]:
+            raise NotImplementedError("num_experts")
+        return PositionwiseFeedForward(config["d_ff"], config["dropout"], **common)
+
     def build(self, token_ids_shape=None):
         """Creates every weight; no data is needed."""
         hidden_shape = (None, None, self.d_model)
         self.embedding.build((None, None))
-        for layer in (self.position, *self.encoder_layers):
-            layer.build(hidden_shape)
+        for layer in (self.class_vector, self.position, *self.encoder_layers):
+            if layer is not None:
+                layer.build(hidden_shape)
         for layer in (self.head_norm, self.head):
             layer.build((None, self.d_model))
 
@@ -113,16 +192,25 @@ class EncoderClassifier(keras.Model):
         Returns:
             float32 [B, T, D]; what stands at padded positions has no meaning.
         """
-        attend = padding_mask(token_ids != PAD_ID)  # [B, 1, T]
-        x = self.embedding(token_ids)  # [B, T, D]
-        x = self.position(x * math.sqrt(self.d_model))
+        x, _ = self._encode(token_ids, training)
+        return x if self.class_vector is None else x[:, 1:]
+
+    def _encode(self, token_ids, training):
+        """Returns (float32 [B, T', D], token_valid bool [B, T']); T' is T, or T + 1 with the class vector in front."""
+        token_valid = token_ids != PAD_ID  # [B, T]
+        x = self.embedding(token_ids) * math.sqrt(self.d_model)  # [B, T, D]
+        if self.class_vector is not None:
+            x, token_valid = self.class_vector(x, token_valid)
+        if self.position is not None:
+            x = self.position(x)
+        attend = padding_mask(token_valid)  # [B, 1, T']
         for layer in self.encoder_layers:
             x = layer(x, attend=attend, training=training)
-        return x
+        return x, token_valid
 
     def call(self, token_ids, training=None):
         """Returns logits float32 [B, C] for token_ids int32 [B, T]; a text without tokens has one defined answer."""
-        pooled = self.pooling(self.encode(token_ids, training=training), token_ids != PAD_ID)  # [B, D]
+        pooled = self.pooling(*self._encode(token_ids, training))  # [B, D]
         return self.head(self.head_dropout(self.head_norm(pooled), training=training))
 
     def compute_output_shape(self, token_ids_shape):
@@ -145,7 +233,7 @@ def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="fl
         seed: root seed of the initial values and of dropout, or None for a random one.
         dtype: Keras dtype policy.
     """
-    sizes = model_config.model_dump(exclude={"pooling", "position"})
+    sizes = model_config.model_dump()
     # A fixed name: Keras would count the models that the process has built.
     name, seed = "encoder_classifier", derive_seed(seed, "model")
     model = EncoderClassifier(vocab_size, num_classes, **sizes, seed=seed, dtype=dtype, name=name)

@@ -38,6 +38,7 @@ class DataConfig(_Section):
     train: Files  # file, list or glob; .csv .tsv .jsonl .parquet, .gz of the text forms
     validation: Files | Literal[""] = ""  # empty: validation_fraction of train, by content hash
     test: Files | Literal[""] = ""
+    unlabelled: Files | Literal[""] = ""  # texts for pretraining, beside those of train; same forms and text_column
     text_column: str = "text"
     label_column: str = "label"
     validation_fraction: Fraction = 0.1
@@ -82,8 +83,16 @@ class ModelConfig(_Section):
     dropout: Fraction = 0.1
     head_dropout: Fraction = 0.2
     max_length: Annotated[int, Field(ge=2, le=65_536)] = 256  # tokens; longer texts are cut at the end
-    pooling: Literal["mean"] = "mean"
-    position: Literal["sinusoidal"] = "sinusoidal"
+    position: Literal["sinusoidal", "learned", "rope", "alibi", "none"] = "sinusoidal"
+    pooling: Literal["mean", "max", "cls"] = "mean"  # cls: a learned vector in front of the tokens
+    norm: Literal["pre", "post"] = "pre"
+    activation: Literal["gelu", "relu", "swiglu"] = "gelu"
+    num_kv_heads: Count = 0  # heads of keys and values, each shared by several of queries; 0: num_heads
+    attention: Literal["full", "local", "local_global", "linear"] = "full"
+    window: Positive = 64  # of local attention: tokens on each side
+    global_tokens: Positive = 1  # of local_global: first tokens that see all and are seen by all
+    num_experts: Count = 0  # of a mixture-of-experts feed-forward network; 0: one network for all tokens
+    top_k: Positive = 2  # experts that each token goes to
 
     @pydantic.model_validator(mode="after")
     def _check(self):
@@ -92,9 +101,27 @@ class ModelConfig(_Section):
                 "model.d_model must be a multiple of model.num_heads. "
                 f"Received: d_model={self.d_model}, num_heads={self.num_heads}"
             )
-        if self.d_model % 2:
+        if self.position in ("sinusoidal", "learned") and self.d_model % 2:
+            raise ValueError(f"model.d_model must be even (sine and cosine pairs). Received: d_model={self.d_model}")
+        if self.position == "rope" and self.d_model // self.num_heads % 2:
             raise ValueError(
-                f"model.d_model must be even (sine and cosine pairs). Received: d_model={self.d_model}"
+                'model.position = "rope" turns pairs of values: model.d_model / model.num_heads must be even. '
+                f"Received: d_model={self.d_model}, num_heads={self.num_heads}"
+            )
+        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "model.num_heads must be a multiple of model.num_kv_heads, or that be 0. "
+                f"Received: num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+            )
+        if self.attention == "linear" and self.position in ("rope", "alibi"):
+            raise ValueError(
+                'model.attention = "linear" computes no scores, which model.position = "rope" and "alibi" act on: use '
+                f'"sinusoidal" or "learned". Received: position={self.position!r}'
+            )
+        if self.num_experts == 1 or self.num_experts and self.top_k > self.num_experts:
+            raise ValueError(
+                "model.num_experts must be 0, or at least 2 and at least model.top_k. "
+                f"Received: num_experts={self.num_experts}, top_k={self.top_k}"
             )
         return self
 
@@ -121,6 +148,8 @@ class TrainingConfig(_Section):
     r_drop: Annotated[float, Field(ge=0.0)] = 0.0  # weight of the divergence between two passes; 0 = one pass
     ema_decay: Fraction = 0.0  # moving average of the weights, which is evaluated and exported; 0 = off
     accumulate_batches: Positive = 1  # batches that make one optimizer step
+    recompute: bool = False  # forget activations in the forward pass, compute them again in the backward: less memory
+    load_balancing: Annotated[float, Field(ge=0.0)] = 0.01  # weight of the loss that keeps all experts in use
     log_every_steps: Positive = 10
 
     @pydantic.field_validator("class_weights", mode="before")
@@ -139,6 +168,12 @@ class TrainingConfig(_Section):
                 f"subword_sampling={self.subword_sampling}"
             )
         return self
+
+
+class PretrainingConfig(_Section):
+    epochs: Annotated[int, Field(ge=0, le=1000)] = 0  # of predicting masked tokens, before classification; 0 = off
+    learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
+    masked_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15  # of the tokens
 
 
 class EvaluationConfig(_Section):
@@ -182,9 +217,23 @@ class JobConfig(_Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
+    pretraining: PretrainingConfig = PretrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     export: ExportConfig = ExportConfig()
     publish: PublishConfig = PublishConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        # What ONNX Runtime's own attention operator computes.
+        model = self.model
+        plain = model.attention == "full" and model.position not in ("rope", "alibi")
+        if "ort" in self.export.precisions and not (plain and model.num_kv_heads in (0, model.num_heads)):
+            raise ValueError(
+                'export.precisions may hold "ort" only with model.attention = "full", model.num_kv_heads = 0 and '
+                f"another model.position than rope and alibi: leave it out. Received: attention={model.attention!r}, "
+                f"num_kv_heads={model.num_kv_heads}, position={model.position!r}"
+            )
+        return self
 
     @pydantic.field_validator("name")
     @classmethod
@@ -217,7 +266,8 @@ class JobConfig(_Section):
 
         job = self.resolved()
         job["work_dir"] = cut(job["work_dir"])
-        paths = {"data": ("train", "validation", "test"), "tokenizer": ("model_file",), "publish": ("base_path",)}
+        data = "train", "validation", "test", "unlabelled"
+        paths = {"data": data, "tokenizer": ("model_file",), "publish": ("base_path",)}
         for section, keys in paths.items():
             job[section] |= {key: cut(job[section][key]) for key in keys}
         return job

@@ -16,14 +16,15 @@ def identity(resolved):
     the way; it is part of `Job.result_key`.
     """
     without_effect = {
-        "data": {"train", "validation", "test", "allow_new_labels"},
+        "data": {"train", "validation", "test", "unlabelled", "allow_new_labels"},
         "training": {
             "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
             "strategy",
         },
         "evaluation": {"min_value", "max_regression", "max_label_shift"},  # its metric chooses the best weights
     }
-    shaping = {key: resolved.get(key) for key in ("seed", "data", "tokenizer", "model", "training", "evaluation")}
+    sections = ("seed", "data", "tokenizer", "model", "pretraining", "training", "evaluation")
+    shaping = {section: resolved.get(section) for section in sections}
     for section, keys in without_effect.items():
         if isinstance(shaping[section], dict):
             shaping[section] = {k: v for k, v in shaping[section].items() if k not in keys}

@@ -5,7 +5,7 @@ import math
 
 import tensorflow as tf
 
-_NO_DECAY = ("bias", "gamma", "beta", "embeddings")
+_NO_DECAY = ("bias", "gamma", "beta", "embeddings", "position_table", "class_vector")
 
 
 def learning_rate(step, steps, peak, warmup_ratio):
@@ -24,7 +24,7 @@ def learning_rate(step, steps, peak, warmup_ratio):
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2); biases, LayerNorm and embeddings do not decay.
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2); biases, LayerNorm, embeddings and the like do not decay.
 
     On TensorFlow's fused Adam kernel: one pass over gradient, moments and variable. Keras's AdamW makes a dozen passes,
     4 % of a training step of the reference model.

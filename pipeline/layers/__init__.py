@@ -6,16 +6,22 @@ size, F feed-forward size.
 """
 
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention
-from pipeline.layers.encoder import PreNormEncoderLayer
+from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
 from pipeline.layers.feed_forward import PositionwiseFeedForward
-from pipeline.layers.pooling import MaskedMeanPooling
-from pipeline.layers.position import SinusoidalPosition
+from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
+from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 
 __all__ = [
+    "ClassVector",
+    "FirstPooling",
+    "LearnedPosition",
+    "MaskedMaxPooling",
     "MaskedMeanPooling",
     "MultiHeadAttention",
     "PositionwiseFeedForward",
+    "PostNormEncoderLayer",
     "PreNormEncoderLayer",
+    "RotaryPosition",
     "ScaledDotProductAttention",
     "SinusoidalPosition",
 ]

@@ -8,11 +8,12 @@ from keras import ops
 
 from pipeline.layers.dense import dense
 from pipeline.layers.dropout import Dropout
+from pipeline.layers.position import alibi
 from pipeline.seeds import derive_seed
 
 # Added to the score of a key that may not be attended to, always in float32: large enough that its weight is
 # exactly 0 beside any real key, small enough that several masks on one position stay finite.
-_MASKED = -1e30
+MASKED = -1e30
 
 
 def padding_mask(token_valid):
@@ -58,12 +59,14 @@ class ScaledDotProductAttention(keras.layers.Layer):
     Args:
         dropout: share of attention weights dropped in training, in [0, 1).
         seed: integer seed of the dropout, or None for a random one.
+        alibi: whether a score falls with the distance of its key; see `pipeline.layers.position.alibi`.
     """
 
-    def __init__(self, dropout=0.0, seed=None, **kwargs):
+    def __init__(self, dropout=0.0, seed=None, alibi=False, **kwargs):
         super().__init__(**kwargs)
         self.dropout = dropout
         self.seed = seed
+        self.alibi = alibi
         self.weight_dropout = Dropout(dropout, seed=seed, dtype="float32", name="dropout")
 
     def call(self, query, key, value, attend=None, training=None, return_weights=False):
@@ -84,12 +87,14 @@ class ScaledDotProductAttention(keras.layers.Layer):
         Raises:
             ValueError: a rank does not fit, or `attend` is not boolean.
         """
-        _check_heads(query, key, value)
+        check_heads(query, key, value)
         scores = attention_scores(query, key)  # [B, N, T, S] float32
+        if self.alibi:
+            scores = scores + alibi(ops.arange(ops.shape(query)[2]), ops.arange(ops.shape(key)[2]), query.shape[1])
         has_key = None
         if attend is not None:
-            _check_attend(attend)
-            scores = scores + ops.where(attend, 0.0, _MASKED)[:, None]  # [B, 1, 1 | T, S]
+            check_attend(attend)
+            scores = scores + ops.where(attend, 0.0, MASKED)[:, None]  # [B, 1, 1 | T, S]
             # softmax over nothing but masked keys is uniform: the factor makes it exactly zero.
             has_key = ops.cast(ops.any(attend, axis=-1), self.compute_dtype)[:, None, :, None]  # [B, 1, 1 | T, 1]
         weights = self.weight_dropout(ops.softmax(scores, axis=-1), training=training)
@@ -110,7 +115,7 @@ class ScaledDotProductAttention(keras.layers.Layer):
         return (context, weights) if return_weights else context
 
     def get_config(self):
-        return {**super().get_config(), "dropout": self.dropout, "seed": self.seed}
+        return {**super().get_config(), "dropout": self.dropout, "seed": self.seed, "alibi": self.alibi}
 
 
 @keras.saving.register_keras_serializable(package="pipeline")
@@ -122,25 +127,41 @@ class MultiHeadAttention(keras.layers.Layer):
         num_heads: number of heads; divides `d_model`.
         dropout: share of attention weights dropped in training.
         seed: integer seed of initial values and dropout, or None for a random one.
+        num_kv_heads: heads of keys and values, each of which serves num_heads / num_kv_heads of the queries' (Ainslie
+            et al. 2023, "GQA"; with 1, Shazeer 2019's multi-query attention); 0 = `num_heads`.
+        core: the layer between the projections, which maps queries, keys and values to contexts, in the place of
+            `ScaledDotProductAttention(dropout)`; it brings its own dropout and seed.
+        rotary: a `RotaryPosition` for queries and keys, or None.
 
     Raises:
-        ValueError: `d_model` is not a multiple of `num_heads`.
+        ValueError: `d_model` is not a multiple of `num_heads`, or that not of `num_kv_heads`.
     """
 
-    def __init__(self, d_model, num_heads, dropout=0.0, seed=None, **kwargs):
+    def __init__(
+        self, d_model, num_heads, dropout=0.0, seed=None, num_kv_heads=0, core=None, rotary=None, **kwargs
+    ):
         super().__init__(**kwargs)
         if num_heads < 1 or d_model % num_heads:
             raise ValueError(
                 f"d_model must be a multiple of num_heads. Received: d_model={d_model}, num_heads={num_heads}"
             )
+        if num_kv_heads < 0 or num_heads % (num_kv_heads or num_heads):
+            raise ValueError(
+                "num_heads must be a multiple of num_kv_heads. "
+                f"Received: num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+            )
         self.d_model = d_model
         self.num_heads = num_heads
         self.dropout = dropout
         self.seed = seed
+        self.num_kv_heads = num_kv_heads
+        d_kv = d_model // num_heads * (num_kv_heads or num_heads)
         self.query = dense(self, d_model, "query")
-        self.key = dense(self, d_model, "key")
-        self.value = dense(self, d_model, "value")
-        self.attention = ScaledDotProductAttention(
+        self.key = dense(self, d_kv, "key")
+        self.value = dense(self, d_kv, "value")
+        self.rotary = rotary
+        self._given_core = core
+        self.core = core or ScaledDotProductAttention(
             dropout, seed=derive_seed(seed, "attention"), dtype=self.dtype_policy, name="attention"
         )
         self.output_projection = dense(self, d_model, "output")
@@ -166,14 +187,13 @@ class MultiHeadAttention(keras.layers.Layer):
             float [B, T, d_model]; with `return_weights` the pair (output, weights [B, N, T, S]).
         """
         source = query if source is None else source
-        heads = self.attention(
-            self._split(self.query(query)),
-            self._split(self.key(source)),
-            self._split(self.value(source)),
-            attend=attend,
-            training=training,
-            return_weights=return_weights,
-        )
+        query, key, value = self.query(query), self.key(source), self.value(source)
+        query, key, value = self._split(query), self._split(key), self._split(value)
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        key, value = self._shared(key), self._shared(value)
+        asked = {"return_weights": True} if return_weights else {}  # not every core forms weights
+        heads = self.core(query, key, value, attend=attend, training=training, **asked)
         context, weights = heads if return_weights else (heads, None)
         context = ops.transpose(context, (0, 2, 1, 3))  # [B, T, N, H]
         batch, length = ops.shape(context)[:2]
@@ -182,8 +202,14 @@ class MultiHeadAttention(keras.layers.Layer):
 
     def _split(self, x):
         batch, length = ops.shape(x)[:2]
-        x = ops.reshape(x, (batch, length, self.num_heads, self.d_model // self.num_heads))
-        return ops.transpose(x, (0, 2, 1, 3))  # [B, N, T, H]
+        size = self.d_model // self.num_heads
+        x = ops.reshape(x, (batch, length, x.shape[-1] // size, size))
+        return ops.transpose(x, (0, 2, 1, 3))  # [B, N, T, H]; N is that of keys and values for those
+
+    def _shared(self, x):
+        """Gives each head of the queries its head of keys or values: [B, N, S, H]."""
+        times = self.num_heads // (self.num_kv_heads or self.num_heads)
+        return x if times == 1 else ops.repeat(x, times, axis=1)
 
     def compute_output_shape(self, query_shape, source_shape=None, attend_shape=None):
         return (*query_shape[:-1], self.d_model)
@@ -196,11 +222,19 @@ class MultiHeadAttention(keras.layers.Layer):
         return (output, weights) if return_weights else output
 
     def get_config(self):
-        config = {key: getattr(self, key) for key in ("d_model", "num_heads", "dropout", "seed")}
-        return {**super().get_config(), **config}
+        config = {key: getattr(self, key) for key in ("d_model", "num_heads", "dropout", "seed", "num_kv_heads")}
+        pieces = {"core": self._given_core, "rotary": self.rotary}
+        pieces = {key: keras.saving.serialize_keras_object(piece) for key, piece in pieces.items()}
+        return {**super().get_config(), **config, **pieces}
+
+    @classmethod
+    def from_config(cls, config):
+        pieces = {key: keras.saving.deserialize_keras_object(config[key]) for key in ("core", "rotary")}
+        return cls(**{**config, **pieces})
 
 
-def _check_heads(query, key, value):
+def check_heads(query, key, value):
+    """Raises ValueError unless these are heads that go together: [B, N, T, H], [B, N, S, H], [B, N, S, H]."""
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if any(len(s) != 4 for s in shapes) or len({s[-1] for s in shapes}) != 1:
         raise ValueError(
@@ -209,7 +243,8 @@ def _check_heads(query, key, value):
         )
 
 
-def _check_attend(attend):
+def check_attend(attend):
+    """Raises ValueError unless `attend` is boolean of rank 3."""
     if len(attend.shape) != 3 or keras.backend.standardize_dtype(attend.dtype) != "bool":
         raise ValueError(
             "attend must be boolean [B, 1 | T, S], True = may attend. "

@@ -16,6 +16,7 @@ work_dir = "runs"
 train = "train.csv"
 validation = ""
 test = ""
+unlabelled = ""
 text_column = "text"
 label_column = "label"
 validation_fraction = 0.1
@@ -34,6 +35,14 @@ head_dropout = 0.2
 max_length = 256
 pooling = "mean"
 position = "sinusoidal"
+norm = "pre"
+activation = "gelu"
+num_kv_heads = 0
+attention = "full"
+window = 64
+global_tokens = 1
+num_experts = 0
+top_k = 2
 [training]
 epochs = 10
 batch_tokens = 4096
@@ -57,6 +66,12 @@ class_weights = "none"
 r_drop = 0.0
 ema_decay = 0.0
 accumulate_batches = 1
+recompute = false
+load_balancing = 0.01
+[pretraining]
+epochs = 0
+learning_rate = 5e-4
+masked_share = 0.15
 [evaluation]
 metric = "accuracy"
 min_value = 0.0
@@ -176,7 +191,20 @@ def test_unknown_keys_at_the_top(refuse, line, key, advice):
         ("model.d_model=8.5", "d_model=8.5"),
         ("model.dropout=1.0", "dropout=1.0"),
         ("model.dropout=-0.1", "dropout=-0.1"),
-        ("model.pooling=max", "pooling='max'"),
+        ("model.pooling=first", "pooling='first'"),
+        ("model.position=rotary", "position='rotary'"),
+        ("model.norm=none", "norm='none'"),
+        ("model.activation=silu", "activation='silu'"),
+        ("model.num_kv_heads=3", "num_heads=8, num_kv_heads=3"),
+        ("model.attention=sparse", "attention='sparse'"),
+        ("model.window=0", "window=0"),
+        ("model.global_tokens=0", "global_tokens=0"),
+        ("model.num_experts=1", "num_experts=1"),
+        ("model.top_k=0", "top_k=0"),
+        ("pretraining.epochs=-1", "epochs=-1"),
+        ("pretraining.masked_share=0.0", "masked_share=0.0"),
+        ("training.recompute=1", "recompute=1"),
+        ("training.load_balancing=-1", "load_balancing=-1"),
         ("training.epochs=0", "epochs=0"),
         ("training.epochs='3'", "epochs='3'"),
         ("training.epochs=true", "epochs=True"),
@@ -220,6 +248,22 @@ def test_values_out_of_range(refuse, override, received):
     message = refuse(overrides=[override])
     assert f"Received: {received}" in message
     assert override.partition("=")[0] in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "received"),
+    [
+        (["model.position=rope", "model.d_model=24"], "d_model=24, num_heads=8"),
+        (["model.position=rope", "model.attention=linear"], "position='rope'"),
+        (["model.position=alibi", "model.attention=linear"], "position='alibi'"),
+        (["model.num_experts=2", "model.top_k=3"], "num_experts=2, top_k=3"),
+        (["model.num_kv_heads=2", "export.precisions=['float32', 'ort']"], "num_kv_heads=2"),
+        (["model.position=alibi", "export.precisions=['float32', 'ort']"], "position='alibi'"),
+        (["model.attention=local", "export.precisions=['float32', 'ort']"], "attention='local'"),
+    ],
+)
+def test_options_that_do_not_go_together(refuse, overrides, received):
+    assert received in refuse(overrides=overrides)
 
 
 def test_a_class_weight_is_refused_by_its_label(refuse):
