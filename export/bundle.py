@@ -67,7 +67,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
     with staged_directory(Path(run_dir) / "candidate") as directory, scratch as cases_dir:
         note("exporting SavedModel and ONNX graphs")
         _write_artifacts(job, directory, model, version, labels, tokenizer, texts)
-        graphs = _count_graphs(directory, job.model.num_layers)
+        graphs = _count_graphs(directory, job.model)
         manifest = Manifest(
             name=job.name,
             version=version,
@@ -128,13 +128,13 @@ def _write_artifacts(job, directory, model, version, labels, tokenizer, texts):
             write(directory / ONNX_FILES["float32"], directory / ONNX_FILES[precision])
 
 
-def _count_graphs(directory, num_layers):
+def _count_graphs(directory, model):
     """Returns what was counted in each ONNX file, after comparing it with what it must be."""
     graphs = {}
     for precision, file in [*ONNX_FILES.items(), ("float32", ONNX_TEXT)]:
         if (directory / file).exists():
             graphs[file] = count_operators(onnx.load(directory / file))
-            check_counts(precision, graphs[file], num_layers)
+            check_counts(precision, graphs[file], model)
     return graphs
 
 

@@ -17,8 +17,8 @@ _FLOAT32_OPERATORS = ["ReduceSum", "Max", "Div"]
 def convert_float16(source, target):
     """Writes the float16 form of an ONNX file: the same inputs and metadata, the outputs in float32.
 
-    The encoder is in float16; onnxruntime's kernels sum LayerNormalization and Softmax in float32 there too. The mean
-    over the tokens and the head, which take no time, are in float32. On a CPU it is slower than the float32 file.
+    The encoder is in float16; onnxruntime's kernels sum LayerNormalization and Softmax in float32 there too. Sums over
+    tokens and the head, which take no time, are in float32. On a CPU it is slower than the float32 file.
 
     Args:
         source: path of the float32 file.
@@ -49,10 +49,13 @@ def convert_float16(source, target):
 
 
 def _head(graph):
-    """Names of the nodes behind the mean over the tokens."""
-    values, names = set(), []
+    """Names of the last LayerNormalization and of what follows, and of the Where that makes the last bias."""
+    norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
+    values, head = set(norms[-1].output), [norms[-1]]
     for node in graph.node:
-        if node.op_type == "Div" or values.intersection(node.input):
+        if values.intersection(node.input):
             values.update(node.output)
-            names.append(node.name)
-    return names
+            head.append(node)
+    inputs = {name for node in head for name in node.input}
+    head += [node for node in graph.node if node.op_type == "Where" and inputs.intersection(node.output)]
+    return [node.name for node in head]

@@ -9,10 +9,11 @@ import numpy as np
 import onnx
 
 from export.patterns import Graph, Named, OneOf, Rule
-from pipeline.contract import ONNX_FILES
+from pipeline.contract import LOGITS, ONNX_FILES, TOKEN_IDS
 from pipeline.errors import VerificationError
 
-_INT32, _INT64, _FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+_INT32, _INT64 = onnx.TensorProto.INT32, onnx.TensorProto.INT64
+_FLOAT, _BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
 
 
 def fuse(graph_proto, vocab_size):
@@ -24,8 +25,8 @@ def fuse(graph_proto, vocab_size):
             NaN on a GPU.
     """
     graph = Graph(graph_proto)
-    graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _ATTENTION, _MASK, _ANY, _POSITION)
-    graph.rewrite(_embedding(vocab_size), _pooling(vocab_size))
+    graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _HEADS_LENGTH, _ATTENTION, _REPEAT, _MASK, _ANY, _POSITION)
+    graph.rewrite(_embedding(vocab_size), _head(vocab_size))
     graph.write()
 
 
@@ -52,27 +53,45 @@ def count_operators(model):
     }
 
 
-def check_counts(precision, counts, num_layers):
+def expected_counts(precision, model):
+    """Returns what `count_operators` must find in a file: name -> count.
+
+    Args:
+        precision: key of `ONNX_FILES`; the text graph counts as that of float32.
+        model: a `pipeline.config.ModelConfig`.
+    """
+    layers = model.num_layers
+    attentions = layers if precision == "ort" else 0
+    # Queries, keys and values come from one product, or from three; of the operator Attention it is a part.
+    projections = 1 if _is_packed(model) else 3
+    feed_forward = 3 if model.activation == "swiglu" else 2
+    products = layers * (projections + 1 + feed_forward) + 1 - attentions
+    return {
+        "LayerNormalization": 2 * layers + 1,
+        "Gelu": layers if model.activation == "gelu" else 0,
+        "Attention": attentions,
+        "weight_products": products,
+        "int8_products": products if precision == "int8" else 0,
+        "activation_products": 2 * (layers - attentions),
+    }
+
+
+def _is_packed(model):
+    return model.attention == "full" and model.position != "rope" and model.num_kv_heads in (0, model.num_heads)
+
+
+def check_counts(precision, counts, model):
     """Compares the counts of a file with those of an `EncoderClassifier` on which every rule fits.
 
     Args:
         precision: key of `ONNX_FILES`; the text graph counts as that of float32.
         counts: from `count_operators`.
-        num_layers: encoder layers L.
+        model: the `pipeline.config.ModelConfig`.
 
     Raises:
         VerificationError: an operator was not fused or not quantized; says which.
     """
-    attentions = num_layers if precision == "ort" else 0  # each with the product that makes queries, keys and values
-    products = 4 * num_layers + 1 - attentions  # of a layer: that one; output; two of the feed-forward network
-    expected = {
-        "LayerNormalization": 2 * num_layers + 1,
-        "Gelu": num_layers,
-        "Attention": attentions,
-        "weight_products": products,
-        "int8_products": products if precision == "int8" else 0,
-        "activation_products": 2 * (num_layers - attentions),
-    }
+    expected = expected_counts(precision, model)
     differ = [f"{name} {counts[name]} instead of {count}" for name, count in expected.items() if counts[name] != count]
     if differ:
         raise VerificationError(
@@ -168,6 +187,23 @@ _WEIGHTS = ("Softmax", ("Add", ("MatMul", _QUERY, _KEY), "masked"))
 _CONTEXT = ("Mul", ("MatMul", _WEIGHTS, _heads("value")), "has_key")
 _ATTENTION = Rule(("Reshape", _swapped(_CONTEXT), "joined_shape"), _attention)
 
+# The number of positions, which positions and distances are made from: that of the layer's input. So the heads need not
+# be there for it.
+_HEADS_LENGTH = Rule(
+    ("Slice", ("Cast", ("Shape", _heads("any")), {"to": _INT32}), [2], [3], [0]),
+    lambda graph, match: graph.add("Cast", graph.add("Shape", match["x"], start=1, end=2), to=_INT32),
+)
+
+
+def _repeat(graph, match):
+    (_, _, times, _, _), heads = graph.constants[match["times"]].tolist(), int(graph.constants[match["heads"]].item())
+    return graph.add("Gather", match["x"], np.repeat(np.arange(heads // times, dtype=np.int32), times), axis=1)
+
+
+# A head of keys or values for several of queries.
+_TARGET = ("Cast", ("Concat", "batch", "heads", "rest"), {"to": _INT64})
+_REPEAT = Rule(("Reshape", ("Tile", ("Unsqueeze", "x", [2]), "times"), _TARGET), _repeat)
+
 # where(attend, 0, _MASKED), for which tf2onnx writes a sum of products: 0 * -inf were it in float16.
 _MASK = Rule(
     ("Add", ("Mul", ("Cast", "attend"), 0.0), ("Mul", ("Cast", ("Not", "attend")), "masked")),
@@ -196,19 +232,20 @@ _FULL_SLICE = Rule(("Slice", "x", "starts", "ends", "axes", "steps"), _full_slic
 
 
 def _position(graph, match):
-    length = graph.add("Shape", match["x"], start=1, end=2)
+    length = match.get("length") or graph.add("Shape", match["x"], start=1, end=2)
     return graph.add("Slice", match["table"], np.array([0]), length, np.array([0]))
 
 
-_LENGTH = ("Squeeze", ("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), [0])
+_OF_HEADS = ("Cast", Named("length", ("Shape", "heads_input")))  # what _HEADS_LENGTH has put there
+_LENGTH = ("Squeeze", OneOf(("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), _OF_HEADS), [0])
 _POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]), _position)
 
 
-# classifier.py and layers/pooling.py: embedding * sqrt(D), and the mean over the real tokens.
+# classifier.py: embedding * sqrt(D), and the logits.
 #
 # Keras counts ids below 0 from the table's end, and so does ONNX Runtime. Here an id outside the vocabulary is looked
 # up at V, which its CPU kernel refuses by name ("idx=V must be within the inclusive range [-V,V-1]"). Its CUDA kernel
-# reads zeros there; so that no answer looks right, such a token's weight in the mean is NaN, and so are the logits.
+# reads zeros there; so that no answer looks right, NaN is added to the logits of such a text.
 
 
 def _is_known(graph, ids, vocab_size):
@@ -227,12 +264,16 @@ def _embedding(vocab_size):
     return Rule(("Mul", ("Gather", "table", ids), "scale"), replace)
 
 
-def _pooling(vocab_size):
+def _head(vocab_size):
     def replace(graph, match):
-        known = graph.add("Unsqueeze", _is_known(graph, match["ids"], vocab_size), np.array([2]))
-        weights = graph.add("Where", known, match["weights"], np.float32(np.nan))
-        return graph.add("ReduceSum", graph.add("Mul", match["x"], weights), np.array([1]), keepdims=0)
+        if match["logits"] != LOGITS:
+            return None
+        known = graph.add("Cast", _is_known(graph, TOKEN_IDS, vocab_size), to=_INT32)
+        known = graph.add("Cast", graph.add("ReduceMin", known, np.array([1])), to=_BOOL)  # [B, 1]
+        classes = graph.constants[match["kernel"]].shape[1]
+        bias = match.get("bias", np.zeros(classes, np.float32))
+        product = graph.add("MatMul", match["x"], match["kernel"])
+        return graph.add("Add", product, graph.add("Where", known, bias, np.float32(np.nan)))
 
-    token_valid = ("Not", ("Equal", "ids", 0))
-    weights = Named("weights", ("Cast", ("Unsqueeze", token_valid, [2]), {"to": _FLOAT}))
-    return Rule(("ReduceSum", ("Mul", "x", weights), [1]), replace)
+    product = ("MatMul", "x", "kernel")
+    return Rule(Named("logits", OneOf(("Add", product, "bias"), product)), replace)

@@ -4,7 +4,6 @@ import numpy as np
 import onnx
 
 from export.patterns import Graph, Rule
-from pipeline.contract import PAD_ID, TOKEN_IDS
 
 DOMAIN = "com.microsoft"
 _INT32 = onnx.TensorProto.INT32
@@ -32,7 +31,7 @@ def convert_ort(source, target):
 def _attention(graph, match):
     kernel, bias = graph.constants[match["kernel"]], graph.constants[match["bias"]]  # [D, 3 D], [3 D]
     heads = int(graph.constants[match["heads_shape"]][2]) // 3
-    token_valid = graph.add("Cast", graph.add("Not", graph.add("Equal", TOKEN_IDS, np.int32(PAD_ID))), to=_INT32)
+    token_valid = graph.add("Cast", match["token_valid"], to=_INT32)
     context = graph.add(
         "Attention",
         match["x"],
@@ -52,5 +51,6 @@ def _attention(graph, match):
 _PACKED = ("Reshape", ("Add", ("MatMul", "x", "kernel"), "bias"), "heads_shape")
 _ONE_OF_THREE = ("Split", ("Transpose", _PACKED, {"perm": [0, 2, 1, 3]}))
 _SCORES = ("MatMul", _ONE_OF_THREE, ("Transpose", _ONE_OF_THREE, {"perm": [0, 1, 3, 2]}))
-_CONTEXT = ("Mul", ("MatMul", ("Softmax", ("Add", _SCORES, "masked")), _ONE_OF_THREE), "has_key")
+_MASKED = ("Unsqueeze", ("Where", ("Unsqueeze", "token_valid", [1]), 0.0, "fill"), [1])
+_CONTEXT = ("Mul", ("MatMul", ("Softmax", ("Add", _SCORES, _MASKED)), _ONE_OF_THREE), "has_key")
 _ATTENTION = Rule(("Reshape", ("Transpose", _CONTEXT, {"perm": [0, 2, 1, 3]}), "joined_shape"), _attention)

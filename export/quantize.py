@@ -45,7 +45,9 @@ def quantize_int8(source, target):
 
 
 def _gather_int8(graph, match):
-    table = graph.constants[match["table"]]  # [V, D]
+    table = graph.constants.get(match["table"])  # [V, D]
+    if table is None:  # heads of keys or values, each taken several times
+        return None
     scale = np.maximum(np.abs(table).max(axis=1, keepdims=True), np.finfo(np.float32).tiny) / np.float32(127)  # [V, 1]
     rows = graph.add("Gather", np.rint(table / scale).astype(np.int8), match["ids"], axis=0)
     rows = graph.add("Cast", rows, to=onnx.TensorProto.FLOAT)

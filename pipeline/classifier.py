@@ -4,6 +4,7 @@ import math
 
 import keras
 import tensorflow as tf
+from keras import ops
 
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
@@ -197,8 +198,14 @@ class EncoderClassifier(keras.Model):
 
     def _encode(self, token_ids, training):
         """Returns (float32 [B, T', D], token_valid bool [B, T']); T' is T, or T + 1 with the class vector in front."""
+        length, max_length = token_ids.shape[1], self._config["max_length"]
+        if length is not None and length > max_length:
+            raise ValueError(f"length must be <= max_length={max_length}. Received: length={length}")
         token_valid = token_ids != PAD_ID  # [B, T]
         x = self.embedding(token_ids) * math.sqrt(self.d_model)  # [B, T, D]
+        if self._config["norm"] == "post":
+            # No LayerNorm comes before the first products: a large vector of PAD would overflow in float16.
+            x = x * ops.cast(ops.expand_dims(token_valid, -1), x.dtype)
         if self.class_vector is not None:
             x, token_valid = self.class_vector(x, token_valid)
         if self.position is not None:

@@ -89,12 +89,10 @@ class ScaledDotProductAttention(keras.layers.Layer):
         """
         check_heads(query, key, value)
         scores = attention_scores(query, key)  # [B, N, T, S] float32
-        if self.alibi:
-            scores = scores + alibi(ops.arange(ops.shape(query)[2]), ops.arange(ops.shape(key)[2]), query.shape[1])
+        bias = self._bias(query, key, attend)
+        scores = scores if bias is None else scores + bias
         has_key = None
         if attend is not None:
-            check_attend(attend)
-            scores = scores + ops.where(attend, 0.0, MASKED)[:, None]  # [B, 1, 1 | T, S]
             # softmax over nothing but masked keys is uniform: the factor makes it exactly zero.
             has_key = ops.cast(ops.any(attend, axis=-1), self.compute_dtype)[:, None, :, None]  # [B, 1, 1 | T, 1]
         weights = self.weight_dropout(ops.softmax(scores, axis=-1), training=training)
@@ -105,6 +103,19 @@ class ScaledDotProductAttention(keras.layers.Layer):
         if not return_weights:
             return context
         return context, (weights if has_key is None else weights * has_key)
+
+    def _bias(self, query, key, attend):
+        """Returns what is added to the scores, float32 of a shape that goes with [B, N, T, S], or None."""
+        masked = distances = None
+        if attend is not None:
+            check_attend(attend)
+            masked = ops.where(attend, 0.0, MASKED)[:, None]  # [B, 1, 1 | T, S]
+        if self.alibi:
+            positions = (ops.arange(ops.shape(x)[2], dtype="int32") for x in (query, key))
+            distances = alibi(*positions, query.shape[1])  # [N, T, S]
+        if masked is None or distances is None:
+            return distances if masked is None else masked
+        return masked + distances
 
     def compute_output_shape(self, query_shape, key_shape=None, value_shape=None, attend_shape=None):
         return query_shape

@@ -9,8 +9,9 @@ import pytest
 from export import fusion
 from export.float16 import convert_float16
 from export.verify import FLOAT16_TOLERANCE
+from pipeline.config import ModelConfig
 from pipeline.text import Tokenizer, pad
-from tests.jobs import MAX_LENGTH, make_rows, published_job
+from tests.jobs import MAX_LENGTH, SETTINGS, make_rows, published_job
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def test_same_interface(version_dir, halved):
     assert [(o.domain, o.version) for o in result.opset_import] == [("", 20)]
     assert list(result.metadata_props) == list(source.metadata_props)
     onnx.checker.check_model(result, full_check=True)
-    fusion.check_counts("float16", fusion.count_operators(result), 1)
+    fusion.check_counts("float16", fusion.count_operators(result), ModelConfig(**SETTINGS["model"]))
 
 
 def test_the_encoder_is_float16_and_the_head_is_not(halved):

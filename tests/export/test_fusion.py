@@ -11,10 +11,11 @@ import pytest
 
 from export import fusion
 from export.patterns import Graph, Named, OneOf, Rule
+from pipeline.config import ModelConfig
 from pipeline.errors import VerificationError
 from tests.jobs import run_python
 
-_SIZES = {"d_model": 16, "d_ff": 24, "max_length": 9}
+_SIZES = ModelConfig(d_model=16, num_heads=2, d_ff=24, num_layers=2, max_length=9)
 _VOCAB_SIZE = 40
 
 # Another process, with other hash values, that has built another model before.
@@ -91,12 +92,15 @@ def test_what_is_written_follows_from_the_structure_alone():
     assert one.SerializeToString() == other.SerializeToString()
 
 
-def build_model(num_layers=2, num_heads=2, with_biases=True):
+def sizes(**changes):
+    return _SIZES.model_copy(update=changes)
+
+
+def build_model(config=_SIZES, with_biases=True):
     """Returns an untrained classifier whose biases aren't all zero; imports TensorFlow here."""
     from pipeline.classifier import build_classifier
-    from pipeline.config import ModelConfig
 
-    model = build_classifier(ModelConfig(**_SIZES, num_layers=num_layers, num_heads=num_heads), _VOCAB_SIZE, 3, seed=5)
+    model = build_classifier(config, _VOCAB_SIZE, 3, seed=5)
     rng = np.random.default_rng(0)
     for weight in model.weights if with_biases else []:
         weight.assign(weight.numpy() + rng.normal(0, 0.1, weight.shape).astype(np.float32))
@@ -106,7 +110,7 @@ def build_model(num_layers=2, num_heads=2, with_biases=True):
 def _convert(model):
     from export.onnx_graph import convert, make_metadata
 
-    return convert(model, 20, make_metadata("x", 1, ["a", "b", "c"], _SIZES["max_length"], ""))
+    return convert(model, 20, make_metadata("x", 1, ["a", "b", "c"], _SIZES.max_length, ""))
 
 
 def file_hashes(directory):
@@ -116,7 +120,7 @@ def file_hashes(directory):
     from export.quantize import quantize_int8
     from pipeline.contract import sha256_file
 
-    build_model(num_layers=1)  # moves the counters of Keras's names
+    build_model(sizes(num_layers=1))  # moves the counters of Keras's names
     files = [directory / f"{name}.onnx" for name in ("float32", "int8", "float16", "ort")]
     onnx.save(_convert(build_model()), files[0])
     quantize_int8(files[0], files[1])
@@ -127,14 +131,14 @@ def file_hashes(directory):
 
 @pytest.fixture(scope="module")
 def converted():
-    return {num_layers: _convert(build_model(num_layers)) for num_layers in (1, 2)}
+    return {num_layers: _convert(build_model(sizes(num_layers=num_layers))) for num_layers in (1, 2)}
 
 
 @pytest.mark.slow
 def test_the_graph_is_fused_and_small(converted):
     counts = {num_layers: fusion.count_operators(model) for num_layers, model in converted.items()}
     for num_layers in counts:
-        fusion.check_counts("float32", counts[num_layers], num_layers)
+        fusion.check_counts("float32", counts[num_layers], sizes(num_layers=num_layers))
     assert counts[2]["LayerNormalization"] == 5
     assert counts[2]["Gelu"] == 2
     assert counts[2]["nodes"] - counts[1]["nodes"] <= 30  # a layer
@@ -149,12 +153,13 @@ def test_the_graph_is_fused_and_small(converted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"with_biases": False}, {"num_heads": 1}, {"num_heads": 16}])
-def test_what_tensorflow_simplifies_is_fused_too(settings):
+@pytest.mark.parametrize(("num_heads", "with_biases"), [(2, False), (1, True), (16, True)])
+def test_what_tensorflow_simplifies_is_fused_too(num_heads, with_biases):
     """It drops the addition of zeros, and the scale of heads of size 1."""
-    model = build_model(num_layers=1, **settings)
+    config = sizes(num_layers=1, num_heads=num_heads)
+    model = build_model(config, with_biases)
     proto = _convert(model)
-    fusion.check_counts("float32", fusion.count_operators(proto), 1)
+    fusion.check_counts("float32", fusion.count_operators(proto), config)
     token_ids = np.array([[3, 7, 9, 0], [0, 0, 0, 0]], np.int32)
     expected = np.asarray(model(token_ids, training=False))
     np.testing.assert_allclose(_run(proto, token_ids=token_ids)[0], expected, rtol=1e-5, atol=1e-5)
@@ -171,9 +176,9 @@ def test_what_tensorflow_simplifies_is_fused_too(settings):
 )
 def test_a_rule_that_stops_fitting_is_noticed(monkeypatch, rule, what):
     monkeypatch.setattr(fusion, rule, Rule(("NoSuchOperator", "x"), None))
-    counts = fusion.count_operators(_convert(build_model(num_layers=1)))
+    counts = fusion.count_operators(_convert(build_model(sizes(num_layers=1))))
     with pytest.raises(VerificationError, match=f"model.onnx is not fused.*{what}"):
-        fusion.check_counts("float32", counts, 1)
+        fusion.check_counts("float32", counts, sizes(num_layers=1))
 
 
 @pytest.mark.slow

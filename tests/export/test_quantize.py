@@ -10,8 +10,9 @@ import pytest
 
 from export import fusion
 from export.quantize import quantize_int8
+from pipeline.config import ModelConfig
 from pipeline.text import Tokenizer, pad
-from tests.jobs import MAX_LENGTH, make_rows, published_job
+from tests.jobs import MAX_LENGTH, SETTINGS, make_rows, published_job
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def test_same_interface(version_dir, quantized):
 
 def test_every_product_with_a_weight_is_int8(quantized):
     graph = onnx.load(quantized).graph
-    fusion.check_counts("int8", fusion.count_operators(onnx.load(quantized)), 1)
+    fusion.check_counts("int8", fusion.count_operators(onnx.load(quantized)), ModelConfig(**SETTINGS["model"]))
     arrays = {i.name: onnx.numpy_helper.to_array(i) for i in graph.initializer}
     kernels = [arrays[node.input[1]] for node in graph.node if node.op_type == "MatMulInteger"]
     # Queries, keys and values; the output projection; two of the feed-forward network; the head.
