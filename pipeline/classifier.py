@@ -8,6 +8,7 @@ from keras import ops
 
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
+from pipeline.layers.checks import check_token_ids
 from pipeline.layers.dense import Dense
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
@@ -198,9 +199,7 @@ class EncoderClassifier(keras.Model):
 
     def _encode(self, token_ids, training):
         """Returns (float32 [B, T', D], token_valid bool [B, T']); T' is T, or T + 1 with the class vector in front."""
-        length, max_length = token_ids.shape[1], self._config["max_length"]
-        if length is not None and length > max_length:
-            raise ValueError(f"length must be <= max_length={max_length}. Received: length={length}")
+        check_token_ids(token_ids, self._config["max_length"])
         token_valid = token_ids != PAD_ID  # [B, T]
         x = self.embedding(token_ids) * math.sqrt(self.d_model)  # [B, T, D]
         if self._config["norm"] == "post":

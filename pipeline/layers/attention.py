@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from pipeline.layers.checks import check_attend, check_heads, check_vectors
 from pipeline.layers.dense import dense
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.position import alibi
@@ -108,7 +109,7 @@ class ScaledDotProductAttention(keras.layers.Layer):
         """Returns what is added to the scores, float32 of a shape that goes with [B, N, T, S], or None."""
         masked = distances = None
         if attend is not None:
-            check_attend(attend)
+            check_attend(attend, query, key)
             masked = ops.where(attend, 0.0, MASKED)[:, None]  # [B, 1, 1 | T, S]
         if self.alibi:
             positions = (ops.arange(ops.shape(x)[2], dtype="int32") for x in (query, key))
@@ -194,10 +195,15 @@ class MultiHeadAttention(keras.layers.Layer):
             training: True drops weights.
             return_weights: also return the attention weights.
 
+        Raises:
+            ValueError: a rank, a dtype or a mask's shape does not fit.
+
         Returns:
             float [B, T, d_model]; with `return_weights` the pair (output, weights [B, N, T, S]).
         """
         source = query if source is None else source
+        check_vectors("query", query)
+        check_vectors("source", source)
         query, key, value = self.query(query), self.key(source), self.value(source)
         query, key, value = self._split(query), self._split(key), self._split(value)
         if self.rotary is not None:
@@ -242,22 +248,3 @@ class MultiHeadAttention(keras.layers.Layer):
     def from_config(cls, config):
         pieces = {key: keras.saving.deserialize_keras_object(config[key]) for key in ("core", "rotary")}
         return cls(**{**config, **pieces})
-
-
-def check_heads(query, key, value):
-    """Raises ValueError unless these are heads that go together: [B, N, T, H], [B, N, S, H], [B, N, S, H]."""
-    shapes = [tuple(x.shape) for x in (query, key, value)]
-    if any(len(s) != 4 for s in shapes) or len({s[-1] for s in shapes}) != 1:
-        raise ValueError(
-            "query [B, N, T, H], key [B, N, S, H] and value [B, N, S, H] must have rank 4 and one head size. "
-            f"Received: query={shapes[0]}, key={shapes[1]}, value={shapes[2]}"
-        )
-
-
-def check_attend(attend):
-    """Raises ValueError unless `attend` is boolean of rank 3."""
-    if len(attend.shape) != 3 or keras.backend.standardize_dtype(attend.dtype) != "bool":
-        raise ValueError(
-            "attend must be boolean [B, 1 | T, S], True = may attend. "
-            f"Received: shape={tuple(attend.shape)}, dtype={attend.dtype}"
-        )

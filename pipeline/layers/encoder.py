@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from pipeline.layers.attention import MultiHeadAttention
+from pipeline.layers.checks import check_vectors
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.normalization import LayerNorm
@@ -60,6 +61,7 @@ class PreNormEncoderLayer(keras.layers.Layer):
 
     def call(self, x, attend=None, training=None):
         """Maps float [B, T, D] to [B, T, D] of the same dtype; `attend` is bool [B, 1 | T, T], True = may attend."""
+        check_vectors("x", x)
         token_valid = real_tokens(attend)
         attended = self.attention(self.attention_norm(x), attend=attend, training=training)
         x = x + ops.cast(self.attention_dropout(attended, training=training), x.dtype)
@@ -92,6 +94,7 @@ class PostNormEncoderLayer(PreNormEncoderLayer):
 
     def call(self, x, attend=None, training=None):
         """Maps float [B, T, D] to float32 [B, T, D]; `attend` is bool [B, 1 | T, T], True = may attend."""
+        check_vectors("x", x)
         token_valid = real_tokens(attend)
         attended = self.attention(x, attend=attend, training=training)
         x = self.attention_norm(x + ops.cast(self.attention_dropout(attended, training=training), x.dtype))

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from pipeline.layers.checks import check_token_valid
 from pipeline.seeds import derive_seed
 
 _MASKED = -1e30  # below every real value, and finite: 0 times it is 0
@@ -24,6 +25,7 @@ class MaskedMeanPooling(keras.layers.Layer):
         Returns:
             float32 [B, D].
         """
+        check_token_valid(token_valid, x)
         valid = ops.cast(ops.expand_dims(token_valid, -1), "float32")  # [B, T, 1]
         total = ops.sum(ops.cast(x, "float32") * valid, axis=1)  # [B, D]
         # Dividing by max(count, 1) is safe; choosing with `where` afterwards would be 0 * NaN in ONNX.
@@ -42,6 +44,7 @@ class MaskedMaxPooling(MaskedMeanPooling):
 
     def call(self, x, token_valid):
         """Pools; arguments and result as of `MaskedMeanPooling`."""
+        check_token_valid(token_valid, x)
         valid = ops.expand_dims(token_valid, -1)  # [B, T, 1]
         highest = ops.max(ops.cast(x, "float32") + ops.where(valid, 0.0, _MASKED), axis=1)  # [B, D]
         return highest * ops.cast(ops.any(valid, axis=1), "float32")
@@ -53,6 +56,7 @@ class FirstPooling(MaskedMeanPooling):
 
     def call(self, x, token_valid):
         """Pools; arguments and result as of `MaskedMeanPooling`, but that `token_valid` has no effect."""
+        check_token_valid(token_valid, x)
         return ops.cast(x[:, 0], "float32")
 
 
@@ -85,6 +89,7 @@ class ClassVector(keras.layers.Layer):
         Returns:
             (float32 [B, 1 + T, D], bool [B, 1 + T]): the vector counts as real in every text, an empty one too.
         """
+        check_token_valid(token_valid, x)
         x = ops.cast(x, "float32")
         first = ops.zeros_like(x[:, :1]) + self.vector  # [B, 1, D]
         return ops.concatenate([first, x], axis=1), ops.concatenate([ops.ones_like(token_valid[:, :1]), token_valid], 1)

@@ -6,6 +6,8 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from pipeline.layers.checks import check_heads, check_length, check_vectors
+
 
 def sinusoidal_table(max_length, d_model):
     """Returns the position table: float32 [max_length, D].
@@ -48,7 +50,8 @@ class SinusoidalPosition(keras.layers.Layer):
             ValueError: T is known when the graph is built and is longer than `max_length`. A longer T met only
                 at run time fails in the addition.
         """
-        _check_length(x.shape[1], self.max_length)
+        check_vectors("x", x)
+        check_length(x.shape[1], self.max_length)
         positions = ops.convert_to_tensor(self.table)[: ops.shape(x)[1]]  # [T, D]
         return ops.cast(x, "float32") + positions
 
@@ -106,7 +109,8 @@ class RotaryPosition(keras.layers.Layer):
         Raises:
             ValueError: T is known when the graph is built and is longer than `max_length`.
         """
-        _check_length(x.shape[2], self.max_length)
+        check_heads(x, x, x)
+        check_length(x.shape[2], self.max_length)
         length = ops.shape(x)[2]
         sines, cosines = (ops.convert_to_tensor(t)[:length] for t in (self.sines, self.cosines))  # [T, H / 2]
         first, second = tf.split(ops.cast(x, "float32"), 2, axis=-1)  # [B, N, T, H / 2]
@@ -152,8 +156,3 @@ def alibi(query_positions, key_positions, num_heads):
     distance = ops.abs(ops.expand_dims(query_positions, -1) - ops.expand_dims(key_positions, -2))  # [..., T, S]
     distance = ops.cast(distance, "float32")
     return -alibi_slopes(num_heads).reshape([-1] + [1] * len(distance.shape)) * distance
-
-
-def _check_length(length, max_length):
-    if length is not None and length > max_length:
-        raise ValueError(f"length must be <= max_length={max_length}. Received: length={length}")
