@@ -57,7 +57,8 @@ class PreNormEncoderLayer(keras.layers.Layer):
             )
         self.feed_forward_dropout = Dropout(dropout, seed=seed("feed_forward_dropout"), dtype="float32")
         for layer in (self.attention_norm, self.attention, self.feed_forward_norm, self.feed_forward):
-            layer.build(x_shape)
+            if not layer.built:  # a piece that was loaded from a file is
+                layer.build(x_shape)
 
     def call(self, x, attend=None, training=None):
         """Maps float [B, T, D] to [B, T, D] of the same dtype; `attend` is bool [B, 1 | T, T], True = may attend."""

@@ -77,7 +77,9 @@ class ClassVector(keras.layers.Layer):
     def build(self, x_shape, token_valid_shape=None):
         # Of unit variance, like the scaled embeddings beside it.
         initial = keras.initializers.RandomNormal(stddev=1.0, seed=derive_seed(self.seed, "class_vector"))
-        self.vector = self.add_weight(shape=(x_shape[-1],), initializer=initial, dtype="float32", name="class_vector")
+        self.vector = self.add_weight(
+            shape=(x_shape[-1],), initializer=initial, dtype="float32", autocast=False, name="class_vector"
+        )
 
     def call(self, x, token_valid):
         """Puts it there.

@@ -75,7 +75,10 @@ class LearnedPosition(SinusoidalPosition):
     def build(self, input_shape):
         table = sinusoidal_table(self.max_length, input_shape[-1])
         self.table = self.add_weight(
-            shape=table.shape, initializer=lambda shape, dtype: ops.convert_to_tensor(table), dtype="float32",
+            shape=table.shape,
+            initializer=lambda shape, dtype: ops.convert_to_tensor(table),
+            dtype="float32",
+            autocast=False,
             name="position_table",
         )
 

@@ -217,3 +217,30 @@ def test_weights_come_out_of_a_functional_model(source):
     query, key, value = (keras.Input((2, length, 4)) for length in (3, 5, 5))
     context, weights = ScaledDotProductAttention()(query, key, value, return_weights=True)
     assert (context.shape, weights.shape) == ((None, 2, 3, 4), (None, 2, 3, 5))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_grouped_heads_equal_full_ones_with_repeated_weights(num_kv_heads):
+    """Head n of the queries takes head n // (N / num_kv_heads) of keys and values (Ainslie et al. 2023, figure 2)."""
+    x, size = random(2, 5, 12), 3
+    grouped = MultiHeadAttention(12, 4, seed=4, num_kv_heads=num_kv_heads)
+    grouped.build(x.shape)
+    for i, v in enumerate(grouped.weights):
+        v.assign(0.5 * random(*v.shape, seed=10 + i))
+    full = MultiHeadAttention(12, 4, seed=4)
+    full.build(x.shape)
+    of_head = np.arange(4) // (4 // num_kv_heads)
+    columns = (of_head[:, None] * size + np.arange(size)).ravel()
+    for name in ("query", "output_projection"):
+        getattr(full, name).kernel.assign(getattr(grouped, name).kernel)
+        getattr(full, name).bias.assign(getattr(grouped, name).bias)
+    for name in ("key", "value"):
+        kernel, bias = getattr(grouped, name).kernel.numpy(), getattr(grouped, name).bias.numpy()
+        assert kernel.shape == (12, num_kv_heads * size)
+        getattr(full, name).kernel.assign(kernel[:, columns])
+        getattr(full, name).bias.assign(bias[columns])
+    attend = np.array([[True] * 5, [True, False, True, False, False]])[:, None]
+    for found, expected in zip(
+        grouped(x, attend=attend, return_weights=True), full(x, attend=attend, return_weights=True), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=1e-6, rtol=1e-6)

@@ -3,7 +3,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipeline.layers import PreNormEncoderLayer
+from pipeline.layers import (
+    MultiHeadAttention,
+    PositionwiseFeedForward,
+    PostNormEncoderLayer,
+    PreNormEncoderLayer,
+    RotaryPosition,
+)
 
 
 def random(*shape, seed=0):
@@ -76,3 +82,33 @@ def test_the_sum_of_the_branches_is_not_rounded():
 def test_size_must_be_a_multiple_of_num_heads():
     with pytest.raises(ValueError, match="Received: d_model=9, num_heads=2"):
         PreNormEncoderLayer(2, 4)(np.zeros((1, 2, 9), np.float32))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_post_norm_equals_the_formula_from_its_own_sublayers(masked):
+    layer, x = PostNormEncoderLayer(2, 12, 0.3, seed=3), random(2, 5, 8)
+    attend = np.arange(5) < np.array([[2], [5]])[:, None] if masked else None  # [B, 1, T]
+    found = layer(x, attend=attend)
+    attended = layer.attention_norm(x + layer.attention(x, attend=attend))
+    expected = layer.feed_forward_norm(attended + layer.feed_forward(attended))
+    np.testing.assert_allclose(found, expected, atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(np.mean(found, axis=-1), 0.0, atol=1e-6)  # what a LayerNorm makes
+
+
+def test_given_pieces_take_the_place_of_the_plain_ones():
+    attention = MultiHeadAttention(8, 2, num_kv_heads=1, rotary=RotaryPosition(9), seed=1)
+    feed_forward = PositionwiseFeedForward(5, activation="relu", seed=2)
+    layer, x = PreNormEncoderLayer(2, 12, seed=3, attention=attention, feed_forward=feed_forward), random(2, 5, 8)
+    layer.build(x.shape)
+    attended = x + attention(layer.attention_norm(x))
+    np.testing.assert_allclose(layer(x), attended + feed_forward(layer.feed_forward_norm(attended)), atol=1e-6)
+    again = PreNormEncoderLayer.from_config(layer.get_config())
+    np.testing.assert_array_equal(again(x), layer(x))  # seeded: equal weights
+    plain = PreNormEncoderLayer(2, 12, seed=3)
+    same = MultiHeadAttention(8, 2, seed=plain_seed(plain, x))
+    np.testing.assert_array_equal(PreNormEncoderLayer(2, 12, seed=3, attention=same)(x), plain(x))
+
+
+def plain_seed(layer, x):
+    layer(x)
+    return layer.attention.seed

@@ -78,3 +78,39 @@ def test_dropout_only_in_training(training):
     x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
     layer = PositionwiseFeedForward(10, 0.5, seed=1)
     assert np.array_equal(layer(x, training=training), layer(x, training=training)) is not training
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_other_activations_equal_numpy(activation):
+    x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32)
+    layer = PositionwiseFeedForward(10, seed=1, activation=activation)
+    layer.build(x.shape)
+    for i, v in enumerate(layer.weights):  # biases too
+        v.assign(np.random.default_rng(i).normal(size=v.shape))
+
+    def product(dense, x):
+        return x @ np.asarray(dense.kernel, np.float64) + np.asarray(dense.bias, np.float64)
+
+    hidden = product(layer.hidden, x)
+    if activation == "relu":
+        hidden = np.maximum(hidden, 0)
+    else:
+        gate = product(layer.gate, x)
+        hidden = gate / (1 + np.exp(-gate)) * hidden
+    np.testing.assert_allclose(layer(x), product(layer.output_projection, hidden), atol=1e-4, rtol=1e-5)
+    assert len(layer.weights) == {"relu": 4, "swiglu": 6}[activation]
+
+
+def test_swiglu_by_hand():
+    # Gate 1: 1 * sigmoid(1) = 0.7310586; times hidden value 3; times output weight 2.
+    layer = PositionwiseFeedForward(1, activation="swiglu")
+    layer.build((None, None, 1))
+    layer.gate.kernel.assign([[1.0]])
+    layer.hidden.kernel.assign([[3.0]])
+    layer.output_projection.kernel.assign([[2.0]])
+    np.testing.assert_allclose(layer(np.ones((1, 1, 1), np.float32)), [[[4.3863516]]], atol=1e-6, rtol=0)
+
+
+def test_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="Received: activation='silu'"):
+        PositionwiseFeedForward(4, activation="silu")

@@ -14,10 +14,15 @@ import pytest
 from pipeline.classifier import EncoderClassifier, build_classifier
 from pipeline.config import ModelConfig
 from pipeline.layers import (
+    FirstPooling,
+    LearnedPosition,
+    MaskedMaxPooling,
     MaskedMeanPooling,
     MultiHeadAttention,
     PositionwiseFeedForward,
+    PostNormEncoderLayer,
     PreNormEncoderLayer,
+    RotaryPosition,
     ScaledDotProductAttention,
     SinusoidalPosition,
 )
@@ -39,6 +44,43 @@ CASES = {
         lambda **k: MultiHeadAttention(SIZE, 2, 0.1, seed=5, **k),
         [((None, SIZE), "float32"), ((4, 3), "float32")],
     ),
+    "alibi": (
+        lambda **k: ScaledDotProductAttention(0.1, seed=5, alibi=True, **k),
+        [((2, None, 4), "float32")] * 3 + [((1, None), "bool")],
+    ),
+    "pieces": (
+        lambda **k: MultiHeadAttention(
+            SIZE,
+            4,
+            seed=5,
+            num_kv_heads=2,
+            core=ScaledDotProductAttention(0.1, seed=6, alibi=True),
+            rotary=RotaryPosition(LENGTH),
+            **k,
+        ),
+        [((None, SIZE), "float32")],
+    ),
+    "learned": (lambda **k: LearnedPosition(LENGTH, **k), [((None, SIZE), "float32")]),
+    "rotary": (lambda **k: RotaryPosition(LENGTH, **k), [((2, None, 4), "float32")]),
+    "swiglu": (
+        lambda **k: PositionwiseFeedForward(12, 0.1, seed=5, activation="swiglu", **k),
+        [((None, SIZE), "float32")],
+    ),
+    "post_norm": (lambda **k: PostNormEncoderLayer(2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "encoder_of_pieces": (
+        lambda **k: PreNormEncoderLayer(
+            2,
+            12,
+            0.1,
+            seed=5,
+            attention=MultiHeadAttention(SIZE, 2, seed=7, num_kv_heads=1),
+            feed_forward=PositionwiseFeedForward(6, seed=8, activation="relu"),
+            **k,
+        ),
+        [((None, SIZE), "float32")],
+    ),
+    "max_pooling": (lambda **k: MaskedMaxPooling(**k), [((None, SIZE), "float32"), ((None,), "bool")]),
+    "first_pooling": (lambda **k: FirstPooling(**k), [((None, SIZE), "float32"), ((None,), "bool")]),
     "position": (lambda **k: SinusoidalPosition(LENGTH, **k), [((None, SIZE), "float32")]),
     "feed_forward": (lambda **k: PositionwiseFeedForward(12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
     "encoder": (lambda **k: PreNormEncoderLayer(2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),

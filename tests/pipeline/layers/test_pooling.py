@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipeline.layers import MaskedMeanPooling
+from pipeline.layers import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 
 
 def test_mean_by_hand():
@@ -48,3 +48,38 @@ def test_sums_are_float32(dtype):
     pooled = MaskedMeanPooling(dtype="float32")(x, valid)
     assert pooled.dtype == tf.float32
     np.testing.assert_array_equal(pooled, np.ones((1, 2)))
+
+
+def test_max_by_hand():
+    x = np.array([[[1, -10], [3, -20], [8, -60]], [[-5, 7], [9, 9], [2, 2]], [[1, 1], [2, 2], [3, 3]]], np.float32)
+    valid = np.array([[True, True, False], [True, False, False], [False, False, False]])
+    found = MaskedMaxPooling()(x, valid)
+    np.testing.assert_array_equal(found, [[3, -10], [-5, 7], [0, 0]])
+    assert found.dtype == tf.float32
+    half = MaskedMaxPooling(dtype="mixed_float16")(tf.cast(x, tf.float16), valid)
+    assert half.dtype == tf.float32
+    np.testing.assert_array_equal(half, found)
+
+
+@pytest.mark.parametrize("content", [0.0, -7.5, 1e20, -1e20])
+def test_padding_content_never_matters_to_the_maximum(content):
+    x = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
+    valid = np.arange(5) < np.array([[0], [2], [5]])
+    before = np.asarray(MaskedMaxPooling()(x, valid))
+    np.testing.assert_allclose(before[1:], [x[1, :2].max(axis=0), x[2].max(axis=0)], atol=0, rtol=0)
+    x[~valid] = content
+    np.testing.assert_array_equal(MaskedMaxPooling()(x, valid), before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_the_class_vector_stands_in_front_of_every_text(dtype):
+    layer = ClassVector(seed=1, dtype=dtype)
+    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    valid = np.array([[True, True, False], [False, False, False]])
+    out, out_valid = layer(x, valid)
+    (vector,) = layer.trainable_weights
+    assert (out.dtype, out_valid.dtype) == (tf.float32, tf.bool)
+    np.testing.assert_array_equal(out[:, 1:], x)
+    np.testing.assert_array_equal(out[:, 0], np.broadcast_to(vector, (2, 4)))
+    np.testing.assert_array_equal(out_valid, np.pad(valid, [(0, 0), (1, 0)], constant_values=True))
+    np.testing.assert_array_equal(FirstPooling()(out, out_valid), np.broadcast_to(vector, (2, 4)))
