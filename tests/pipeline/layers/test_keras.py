@@ -10,6 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from pipeline.classifier import EncoderClassifier, build_classifier
 from pipeline.config import ModelConfig
@@ -149,6 +150,34 @@ def test_inside_a_stock_functional_model(name):
     layer = model.get_layer("tested")
     np.testing.assert_allclose(model(arrays), 2.0 * np.asarray(layer(*arrays)), atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(model.predict(arrays, verbose=0), model(arrays), atol=1e-5, rtol=1e-5)
+
+
+@every_layer
+def test_compiled_by_xla(name):
+    layer, arrays = CASES[name][0](), [tf.constant(a) for a in make_arrays(name)]
+    expected = layer(*arrays)
+    compiled = tf.function(lambda *inputs: layer(*inputs), jit_compile=True)
+    for found, wanted in zip(tf.nest.flatten(compiled(*arrays)), tf.nest.flatten(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["attention", "feed_forward", "encoder", "dropout", "classifier"])
+def test_trained_by_xla(name):
+    """Dropout drops there as well, the same from the same state; XLA draws other numbers than TensorFlow does."""
+    layer, arrays = CASES[name][0](), [tf.constant(a) for a in make_arrays(name)]
+    without = layer(*arrays)
+    states = [v for v in layer.variables if "seed" in v.path]
+    before = [v.numpy() for v in states]
+    compiled = tf.function(lambda *inputs: layer(*inputs, training=True), jit_compile=True)
+    found = []
+    for _ in range(2):
+        for state, value in zip(states, before, strict=True):
+            state.assign(value)
+        found.append(compiled(*arrays).numpy())
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[0]).all()
+    assert not np.allclose(found[0], without, atol=1e-3)
+    assert not np.allclose(compiled(*arrays), found[0], atol=1e-3)  # the state has moved on
 
 
 _LOAD = """
