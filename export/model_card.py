@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from pipeline.config import ModelConfig
 from pipeline.contract import ONNX_DIR, ONNX_FILES, ONNX_TEXT, SAVED_MODEL, TOKENIZER_MODEL
 from pipeline.summary import describe_parity
 
@@ -47,6 +48,7 @@ def render(manifest, data_report, parameters):
         _files(manifest),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
+_TOLD_OTHERWISE = {"d_model", "num_heads", "d_ff", "num_layers", "pooling", "norm", "max_length"}  # keys of [model]
 
 
 def escape(text):
@@ -64,12 +66,20 @@ def _head(manifest, data, parameters):
         "",
         f"Gives a text one of {len(manifest.labels)} labels: {labels}{more}.",
         "",
-        f"A Pre-Norm Transformer encoder trained from scratch: layers {model['num_layers']}, width {model['d_model']},",
-        f"heads {model['num_heads']}, feed-forward width {model['d_ff']}, {model['pooling']} pooling.",
+        f"A {model['norm'].capitalize()}-Norm Transformer encoder trained from scratch: layers {model['num_layers']}, width "
+        f"{model['d_model']}, heads {model['num_heads']}, feed-forward width {model['d_ff']}, {model['pooling']} pooling.",
+        *_options(model),
         f"Parameters {parameters:,}; SentencePiece vocabulary {data['vocab_size']:,}.",
         "",
         "Languages, intended use and licence are not stated: the pipeline does not know them.",
     ]
+
+
+def _options(model):
+    """One line with the options that are not the default's."""
+    defaults = ModelConfig().model_dump(exclude=_TOLD_OTHERWISE)
+    options = [f"{name} {model[name]}" for name, value in defaults.items() if model[name] != value]
+    return [f"Options: {', '.join(options)}."] if options else []
 
 
 def _data(manifest, data):

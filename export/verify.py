@@ -42,6 +42,7 @@ _ODD_TEXTS = ["", "   ", "\t\n", "naïve café – 100 %", "好看，推荐！",
 # Runs of one sign have many equally good segmentations: every runtime must choose the same.
 _ODD_TEXTS += ["she said ???????? 2.", "Noooooo!!!!!!!!!", "times ...........", "aaahhhhhhh *******", "so" + "o" * 40]
 _BATCH_SIZES = (1, 3, 17)
+_BATCH_TOKENS = 4352  # of a batch of more than two rows: attention's memory grows with the square of the length
 _TEST_BATCH = 64  # rows, of like length
 
 
@@ -61,14 +62,15 @@ def write_cases(path, predict, texts, tokenizer, max_length, test):
     for batch in _BATCH_SIZES:
         for length in sorted({1, 7, max_length}):
             length = min(length, max_length)
-            token_ids = rng.integers(1, tokenizer.vocab_size, (batch, length), np.int32)
+            rows = min(batch, max(2, _BATCH_TOKENS // length))
+            token_ids = rng.integers(1, tokenizer.vocab_size, (rows, length), np.int32)
             # Full, empty and short rows, as far as there are rows; a single row is full.
-            if batch > 1:
+            if rows > 1:
                 token_ids[1] = 0
-                for row in range(2, batch):
+                for row in range(2, rows):
                     token_ids[row, rng.integers(1, length + 1) :] = 0
-            cases[f"ids/{batch}x{length}"] = token_ids
-            cases[f"logits/{batch}x{length}"] = np.asarray(predict(token_ids), np.float32)
+            cases[f"ids/{rows}x{length}"] = token_ids
+            cases[f"logits/{rows}x{length}"] = np.asarray(predict(token_ids), np.float32)
     empty = np.zeros((1, min(7, max_length)), np.int32)  # a batch of nothing but an empty text
     cases |= {"ids/empty": empty, "logits/empty": np.asarray(predict(empty), np.float32)}
     texts = [*texts[:REAL_TEXTS], *_ODD_TEXTS]
@@ -173,7 +175,7 @@ def _check_saved_model(version_dir, cases):
             comparison.cases += 1
     if has_text:
         texts, logits = _text_cases(cases)
-        for case, batch, expected in _text_batches(texts, softmax(logits)):
+        for case, batch, expected in _text_batches(texts, softmax(logits), manifest.max_length):
             answer = serving_signature(text=tf.constant(batch))
             comparison.add(f"{case} probabilities", answer[PROBABILITIES], expected)
             given = labels[np.argmax(answer[PROBABILITIES], axis=1)]
@@ -287,7 +289,8 @@ def _check_onnx_text(version_dir, cases):
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     texts, logits = _text_cases(cases)
     comparison = _Comparison()
-    for case, batch, expected in _text_batches(texts, softmax(logits)):
+    max_length = Manifest.read(version_dir).max_length
+    for case, batch, expected in _text_batches(texts, softmax(logits), max_length):
         found = session.run([PROBABILITIES], {TEXT: np.array(batch, object)})[0]
         comparison.add(f"{case} probabilities", found, expected)
     ids_graph = ort.InferenceSession(str(Path(version_dir) / ONNX_FILES["float32"]), providers=["CPUExecutionProvider"])
@@ -316,7 +319,8 @@ def _text_cases(path):
         return json.loads(str(cases["texts"])), cases["text_logits"]
 
 
-def _text_batches(texts, expected, size=17):
+def _text_batches(texts, expected, max_length):
+    size = min(_BATCH_SIZES[-1], max(2, _BATCH_TOKENS // max_length))
     for start in range(0, len(texts), size):
         yield f"texts {start}+", texts[start : start + size], expected[start : start + size]
     for i, text in enumerate(texts):
