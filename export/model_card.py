@@ -66,8 +66,9 @@ def _head(manifest, data, parameters):
         "",
         f"Gives a text one of {len(manifest.labels)} labels: {labels}{more}.",
         "",
-        f"A {model['norm'].capitalize()}-Norm Transformer encoder trained from scratch: layers {model['num_layers']}, width "
-        f"{model['d_model']}, heads {model['num_heads']}, feed-forward width {model['d_ff']}, {model['pooling']} pooling.",
+        f"A {model['norm'].capitalize()}-Norm Transformer encoder trained from scratch:",
+        f"layers {model['num_layers']}, width {model['d_model']}, heads {model['num_heads']},",
+        f"feed-forward width {model['d_ff']}, {model['pooling']} pooling.",
         *_options(model),
         f"Parameters {parameters:,}; SentencePiece vocabulary {data['vocab_size']:,}.",
         "",

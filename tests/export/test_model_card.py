@@ -83,7 +83,8 @@ def test_figures(card, manifest, data):
         f"Accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f} nats",
         f"calibration error {test['calibration_error']:.4f}",
         f"Results on the {test['rows']} test rows",
-        "layers 1, width 16,\nheads 2, feed-forward width 32, mean pooling",
+        "A Pre-Norm Transformer encoder",
+        "layers 1, width 16, heads 2,\nfeed-forward width 32, mean pooling",
         "20% for validation and 20% for test set aside by a hash of the text",
         f"`{manifest.data_fingerprint}`",
         f"first {manifest.max_length} tokens",
@@ -157,3 +158,11 @@ def test_its_request_is_json_for_the_signature(manifest, data, text_signature):
     [(url, body)] = re.findall(r"curl -s (\S+) \\\n  -d '(.*)'", card)
     assert url == "localhost:8501/v1/models/tiny:predict"
     assert list(json.loads(body)["inputs"]) == (["text"] if text_signature else ["token_ids"])
+
+
+def test_options_are_named(manifest, data, card):
+    assert "Options:" not in card
+    model = {**manifest.job["model"], "position": "rope", "num_kv_heads": 1, "norm": "post"}
+    card = render(dataclasses.replace(manifest, job={**manifest.job, "model": model}), data, 1)
+    assert "A Post-Norm Transformer encoder" in card
+    assert "Options: position rope, num_kv_heads 1.\n" in card
