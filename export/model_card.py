@@ -48,7 +48,9 @@ def render(manifest, data_report, parameters):
         _files(manifest),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
-_TOLD_OTHERWISE = {"d_model", "num_heads", "d_ff", "num_layers", "pooling", "norm", "max_length"}  # keys of [model]
+# Keys of [model] that have their own words, or concern training only.
+_TOLD_OTHERWISE = {"d_model", "num_heads", "d_ff", "num_layers", "pooling", "norm", "max_length"}
+_TOLD_OTHERWISE |= {"dropout", "head_dropout"}
 
 
 def escape(text):
