@@ -8,6 +8,7 @@ that the patterns mirror are in `pipeline/layers/`.
 import numpy as np
 import onnx
 
+from export.blocks import IN_BLOCKS
 from export.patterns import Graph, Named, OneOf, Rule
 from pipeline.contract import LOGITS, ONNX_FILES, TOKEN_IDS
 from pipeline.errors import VerificationError
@@ -16,16 +17,19 @@ _INT32, _INT64 = onnx.TensorProto.INT32, onnx.TensorProto.INT64
 _FLOAT, _BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
 
 
-def fuse(graph_proto, vocab_size):
+def fuse(graph_proto, vocab_size, in_blocks=False):
     """Rewrites an `onnx.GraphProto` of opset 20 that tf2onnx made, in place, with standard operators only.
 
     Args:
         graph_proto: the graph of an `EncoderClassifier`. What no rule fits stays as it is.
+        in_blocks: whether full attention is computed in blocks of queries, for long texts.
         vocab_size: number of token ids V. An id outside [0, V) makes the run fail on a CPU and the answer for its text
             NaN on a GPU.
     """
     graph = Graph(graph_proto)
     graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _HEADS_LENGTH, _ATTENTION, _REPEAT, _MASK, _ANY, _POSITION)
+    if in_blocks:
+        graph.rewrite(IN_BLOCKS)
     graph.rewrite(_embedding(vocab_size), _head(vocab_size))
     graph.write()
 
@@ -39,7 +43,9 @@ def count_operators(model):
     Args:
         model: an `onnx.ModelProto`.
     """
-    nodes, weights = model.graph.node, {i.name for i in model.graph.initializer}
+    bodies = [a.g for node in model.graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    nodes = [node for graph in (model.graph, *bodies) for node in graph.node]
+    weights = {i.name for i in model.graph.initializer}
     products = [n for n in nodes if n.op_type in ("MatMul", "MatMulInteger", "Gemm")]
     weighted = [n for n in products if weights.intersection(n.input[:2])]
     return {

@@ -13,6 +13,7 @@ from export.saved_model import classify_function
 from pipeline.contract import LOGITS, PAD_ID, PROBABILITIES, TOKEN_IDS
 from pipeline.errors import VerificationError
 
+LONG = 1024
 # tf2onnx 1.17 knows operator sets up to 18; onnx itself converts from there.
 _TF2ONNX_OPSET = 18
 _IR_VERSION = 9  # the first that goes with operator set 20
@@ -41,7 +42,7 @@ def convert(model, opset, metadata):
     """
     proto = _from_tensorflow(model)
     proto = onnx.version_converter.convert_version(proto, opset)
-    fuse(proto.graph, model.embedding.input_dim)
+    fuse(proto.graph, model.embedding.input_dim, in_blocks=model.get_config()["max_length"] > LONG)
     return _finish(proto, opset, metadata)
 
 
