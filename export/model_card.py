@@ -66,10 +66,19 @@ def _head(manifest, data, parameters):
         "",
         f"A Pre-Norm Transformer encoder trained from scratch: layers {model['num_layers']}, width {model['d_model']},",
         f"heads {model['num_heads']}, feed-forward width {model['d_ff']}, {model['pooling']} pooling.",
+        *_pretraining(manifest, data),
         f"Parameters {parameters:,}; SentencePiece vocabulary {data['vocab_size']:,}.",
         "",
         "Languages, intended use and licence are not stated: the pipeline does not know them.",
     ]
+
+
+def _pretraining(manifest, data):
+    epochs = manifest.job["pretraining"]["epochs"]
+    if not epochs:
+        return []
+    unlabelled = f" and {data['unlabelled']['rows']:,} unlabelled ones" if "unlabelled" in data else ""
+    return [f"It first learned to predict masked tokens of the training texts{unlabelled}, for {epochs} epochs."]
 
 
 def _data(manifest, data):

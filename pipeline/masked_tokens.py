@@ -1,4 +1,4 @@
-"""Predicting masked tokens (Devlin et al. 2019, "BERT", section 3.1): the head on the encoder, its loss and its step."""
+"""Predicting masked tokens (Devlin et al. 2019, "BERT", section 3.1): the head on an encoder, its loss and its step."""
 
 import keras
 import tensorflow as tf

@@ -66,8 +66,8 @@ class TrainStep:
             total = np.float32(sum(self._weight(*batch) for batch in batches) or 1.0)
             rate = np.float32(rate)
         for batch in batches[:-1]:
-            self._add(batch, total)
-        loss, norm = self._step(batches[-1], total, rate)
+            self._add(tuple(batch), total)
+        loss, norm = self._step(tuple(batches[-1]), total, rate)
         return float(loss), float(norm)
 
     def is_skipped(self, norm):
