@@ -73,7 +73,7 @@ class LearnedPosition(SinusoidalPosition):
         table = sinusoidal_table(self.max_length, input_shape[-1])
         self.table = self.add_weight(
             shape=table.shape, initializer=lambda shape, dtype: ops.convert_to_tensor(table), dtype="float32",
-            name="position_table",
+            autocast=False, name="position_table",
         )
 
 

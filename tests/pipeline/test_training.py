@@ -179,6 +179,7 @@ def test_learns_and_records(whole):
     assert validations[-1]["accuracy"] > 0.75
     assert of_training[-1]["loss"] < 0.6 < of_training[0]["loss"]  # ln 2 is 0.69
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert not (run_dir / "pretraining").exists()
     assert (run_dir / "metrics.jsonl").stat().st_size == last(run_dir).progress.metrics_bytes
 
 
