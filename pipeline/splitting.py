@@ -109,8 +109,9 @@ def choose_unlabelled(source, splits):
     rows = rows.where(is_first)
     if not rows.texts:
         raise DataError(
-            f"data.unlabelled has no text of its own: of {len(source.texts)} rows all are copies of rows in another "
-            "split. Give other texts, or leave data.unlabelled out: pretraining uses the training texts anyway."
+            f"data.unlabelled has no text of its own: each of its {len(source.texts) + source.blank} rows is blank or "
+            "a copy of a row in data.train, data.validation or data.test. Give other texts, or leave data.unlabelled "
+            "empty: pretraining uses the training texts anyway."
         )
     return rows, removed
 

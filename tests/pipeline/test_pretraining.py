@@ -16,8 +16,9 @@ from pipeline.config import JobConfig
 from pipeline.errors import Interrupted, JobError, TrainingError
 from pipeline.pretraining import Pretraining
 from pipeline.replicas import OneDevice
+from pipeline.trainer import Trainer
 from tests.pipeline import test_training
-from tests.pipeline.test_training import KEY, Stub, assert_same_run, last, rows_of, stop_at
+from tests.pipeline.test_training import KEY, Stub, assert_same_run, last, rows_of, stop_at, without_speed
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -247,11 +248,19 @@ def test_resume_is_exact_with_every_part_of_the_state(data_file, tmp_path):
     )
     for run in ("whole", "stopped"):
         dataset.prepare(job, tmp_path / run / "data")
-    training.train(job, tmp_path / "whole", KEY, Stub())
-    with pytest.raises(Interrupted, match="of pretraining"):
-        training.train(job, tmp_path / "stopped", KEY, Stub(stop_at(3)))
-    training.train(job, tmp_path / "stopped", KEY, Stub())
-    assert_same_training(tmp_path / "stopped", tmp_path / "whole")
+
+    def pretrain(run, console):
+        replicas = OneDevice()
+        with training._stop_signals() as stop:
+            Trainer(Pretraining(job, tmp_path / run, replicas), tmp_path / run, KEY, console, replicas).run(stop)
+
+    pretrain("whole", Stub())
+    with pytest.raises(Interrupted, match="at step 3, 0 of 2 epochs of pretraining done"):
+        pretrain("stopped", Stub(stop_at(3)))
+    pretrain("stopped", Stub())
+    found, expected = last(tmp_path / "stopped" / PRETRAINING), last(tmp_path / "whole" / PRETRAINING)
+    test_training.assert_same_arrays(found.arrays, expected.arrays)
+    assert without_speed(rows_of(tmp_path / "stopped")) == without_speed(rows_of(tmp_path / "whole"))
 
 
 def test_answers_that_are_not_finite_after_an_epochs_last_step(data_file, tmp_path):
