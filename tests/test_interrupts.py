@@ -88,13 +88,13 @@ def test_kills_and_signals_in_the_pretraining(forks, tmp_path):
     job = make_job(tmp_path / "job", make_rows(120), **sections, tokenizer={"vocab_size": 320}, training={"epochs": 1})
     done = forks.run(job, None, command="prepare")
     assert done.code == 0 and "unlabelled 80 rows" in done.stderr, done.stderr
-    shutil.copytree(job.run_dir / "data", tmp_path / "data")
+    shutil.copytree(job.run_dir, tmp_path / "prepared")
     done = forks.run(job, None)
     assert done.code == 0 and "pretraining epoch 2, step " in done.stderr, done.stderr
     expected = result(job.run_dir)
     ends = [row["step"] for row in expected["metrics.jsonl"] if row["kind"] == "pretraining_validation"]
     shutil.rmtree(job.run_dir)
-    shutil.copytree(tmp_path / "data", job.run_dir / "data")
+    shutil.copytree(tmp_path / "prepared", job.run_dir)
     for moment, code in [
         (Moment("row", 2), -signal.SIGKILL),
         (Moment("file", 22), -signal.SIGKILL),  # in the first save
