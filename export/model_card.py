@@ -78,7 +78,8 @@ def _pretraining(manifest, data):
     if not epochs:
         return []
     unlabelled = f" and {data['unlabelled']['rows']:,} unlabelled ones" if "unlabelled" in data else ""
-    return [f"It first learned to predict masked tokens of the training texts{unlabelled}, for {epochs} epochs."]
+    times = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    return [f"It first learned to predict masked tokens of the training texts{unlabelled}, for {times}."]
 
 
 def _data(manifest, data):

@@ -181,7 +181,7 @@ class EncoderClassifier(keras.Model):
     def copy_encoder(self, other):
         """Takes over the encoder of another model of equal sizes; the head and the state of dropout stay."""
         for mine, its in zip(self.encoder_weights, other.encoder_weights, strict=True):
-            mine.assign(its.numpy())
+            mine.assign(its.value.numpy())
 
     def build(self, token_ids_shape=None):
         """Creates every weight; no data is needed."""

@@ -18,7 +18,8 @@ from pipeline.trainer import NotFinite
 class Pretraining:
     """Trains the encoder of the job's model on the texts of the training split and on the unlabelled ones.
 
-    The last weights are what classification starts with; none are called the best.
+    The last weights are what classification starts with; none are called the best. Texts are spelled as they are
+    stored, without subword regularization: which tokens are masked differs from epoch to epoch anyway.
 
     Args:
         job: a `JobConfig`.

@@ -263,12 +263,13 @@ class Trainer:
             )
         for name, variable in self._variables().items():
             variable.assign(found.arrays[name])
+        finished = found.progress.why_finished(self.training)
+        self.progress = dataclasses.replace(found.progress, finished=finished, replicas=self.replicas.count)
+        if finished:
+            return
         if found.progress.replicas != self.replicas.count:
             self.console.warn(
                 f"{section} goes on with {self.replicas.count} replicas, after {found.progress.replicas}: on the same "
                 "batches, but rounded otherwise and with other dropout, so not bit for bit as without the change."
             )
-        finished = found.progress.why_finished(self.training)
-        self.progress = dataclasses.replace(found.progress, finished=finished, replicas=self.replicas.count)
-        if not self.progress.finished:
-            self.console.note(f"going on from step {self._done}")
+        self.console.note(f"going on from step {self._done}")
