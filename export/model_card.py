@@ -72,6 +72,7 @@ def _head(manifest, data, parameters):
         f"layers {model['num_layers']}, width {model['d_model']}, heads {model['num_heads']},",
         f"feed-forward width {model['d_ff']}, {model['pooling']} pooling.",
         *_options(model),
+        *_pretraining(manifest, data),
         f"Parameters {parameters:,}; SentencePiece vocabulary {data['vocab_size']:,}.",
         "",
         "Languages, intended use and licence are not stated: the pipeline does not know them.",
@@ -83,6 +84,15 @@ def _options(model):
     defaults = ModelConfig().model_dump(exclude=_TOLD_OTHERWISE)
     options = [f"{name} {model[name]}" for name, value in defaults.items() if model[name] != value]
     return [f"Options: {', '.join(options)}."] if options else []
+
+
+def _pretraining(manifest, data):
+    epochs = manifest.job["pretraining"]["epochs"]
+    if not epochs:
+        return []
+    unlabelled = f" and {data['unlabelled']['rows']:,} unlabelled ones" if "unlabelled" in data else ""
+    times = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    return [f"It first learned to predict masked tokens of the training texts{unlabelled}, for {times}."]
 
 
 def _data(manifest, data):

@@ -66,11 +66,44 @@ def drop_tokens(token_ids, rows, rate, mask_id, seed, epoch):
     Returns:
         int32 `[B, T]`.
     """
-    # A random number for each (row, position) without a generator for each row: counters, hashed.
-    key = np.uint64(derive_seed(seed, f"token-dropout/{epoch}") << 32)
-    row_keys = _hash(key + rows.astype(np.uint64))[:, None]  # [B, 1]
-    uniform = _hash(row_keys + np.arange(token_ids.shape[1], dtype=np.uint64)) * 2.0**-64  # [B, T]
+    uniform = _random_bits(seed, f"token-dropout/{epoch}", rows, token_ids.shape[1]) * 2.0**-64  # [B, T]
     return np.where((uniform < rate) & (token_ids != PAD_ID), np.int32(mask_id), token_ids)
+
+
+def mask_tokens(token_ids, rows, share, mask_id, pieces, seed, epoch):
+    """Chooses the tokens that a model is to predict, anew in each epoch, and hides most of them.
+
+    Devlin et al. 2019 ("BERT"), section 3.1: of the chosen tokens 80 % become MASK, 10 % a random piece, and 10 % stay.
+    Anew in each epoch as in Liu et al. 2019 ("RoBERTa"), section 4.1. What becomes of a row depends on its tokens and
+    on (seed, epoch, the row's number) only, so not on its batch mates. Of a short row no token may be chosen.
+
+    Args:
+        token_ids: int32 `[B, T]`, left as it is.
+        rows: int64 `[B]`, numbers of the rows.
+        share: chance of each token but PAD to be chosen, in [0, 1].
+        mask_id: MASK's id.
+        pieces: int32 `[pieces]`, the ids that a random piece is drawn from.
+        seed: the job's seed.
+        epoch: number of the epoch, or a name for a choice that always stays the same.
+
+    Returns:
+        (int32 `[B, T]`, what the model is given; bool `[B, T]`, the loss mask: True = chosen, counts in the loss).
+    """
+    length = token_ids.shape[1]
+    chance, way, piece = (_random_bits(seed, f"masked-{name}/{epoch}", rows, length) for name in ("at", "by", "with"))
+    chosen = (chance * 2.0**-64 < share) & (token_ids != PAD_ID)  # [B, T]
+    way = way * 2.0**-64
+    random_pieces = pieces[piece % np.uint64(len(pieces))]
+    hidden = np.where(way < 0.8, np.int32(mask_id), np.where(way < 0.9, random_pieces, token_ids))
+    return np.where(chosen, hidden, token_ids), chosen
+
+
+def _random_bits(seed, name, rows, length):
+    """Returns a random number for each (row, position), uint64 [B, length], whatever the other rows are."""
+    # Counters, hashed: no generator for each row.
+    key = np.uint64(derive_seed(seed, name) << 32)
+    row_keys = _hash(key + rows.astype(np.uint64))[:, None]  # [B, 1]
+    return _hash(row_keys + np.arange(length, dtype=np.uint64))
 
 
 def _hash(counters):

@@ -17,9 +17,10 @@ from pipeline.contract import sha256_file
 from pipeline.errors import CheckpointError
 from pipeline.files import staged_directory
 
-# Folders of the run directory, both of checkpoints.
+# Folders of the run directory, both of checkpoints; and one that has the first of them for the pretraining.
 CHECKPOINTS = "checkpoints"
 BEST = "best"
+PRETRAINING = "pretraining"
 
 STATE = "state.npz"
 PROGRESS = "progress.json"
@@ -183,6 +184,18 @@ def newest_key(directory):
         return None
     path = Path(directory) / f"step-{progress.step:08d}" / PROGRESS
     return json.loads(path.read_text(encoding="utf-8"))["key"]
+
+
+def is_trained_in(run_dir):
+    """True when training or pretraining has begun in a run directory."""
+    return any((Path(run_dir) / folder).exists() for folder in (CHECKPOINTS, f"{PRETRAINING}/{CHECKPOINTS}"))
+
+
+def where_it_stands(run_dir):
+    """Returns the folder of the checkpoints that a run goes on from: its training's, before that its pretraining's."""
+    own = Path(run_dir) / CHECKPOINTS
+    before = Path(run_dir) / PRETRAINING / CHECKPOINTS
+    return before if newest_progress(own) is None and newest_progress(before) is not None else own
 
 
 def best_step(directory, step):

@@ -174,6 +174,17 @@ class EncoderClassifier(keras.Model):
             raise NotImplementedError("num_experts")
         return PositionwiseFeedForward(config["d_ff"], config["dropout"], **common)
 
+    @property
+    def encoder_weights(self):
+        """The weights that `encode` uses, in a fixed order: all but the head's."""
+        of_head = {id(weight) for layer in (self.head_norm, self.head) for weight in layer.weights}
+        return [weight for weight in self.weights if id(weight) not in of_head]
+
+    def copy_encoder(self, other):
+        """Takes over the encoder of another model of equal sizes; the head and the state of dropout stay."""
+        for mine, its in zip(self.encoder_weights, other.encoder_weights, strict=True):
+            mine.assign(its.value.numpy())
+
     def build(self, token_ids_shape=None):
         """Creates every weight; no data is needed."""
         hidden_shape = (None, None, self.d_model)

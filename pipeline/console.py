@@ -40,8 +40,8 @@ class Console:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or Python's exit tries again, and fails
 
     @contextlib.contextmanager
-    def training(self):
-        """Yields the progress of a training."""
+    def training(self, label):
+        """Yields the progress of a training; `label` is what its epochs are called."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -50,12 +50,13 @@ class Console:
             TextColumn("loss {task.fields[loss]:.4f}"),
         )
         with Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal) as bar:
-            yield _TrainingProgress(self, bar, bar.add_task("training", total=None, loss=float("nan")))
+            yield _TrainingProgress(self, label, bar, bar.add_task("training", total=None, loss=float("nan")))
 
 
 class _TrainingProgress:
-    def __init__(self, console, bar, task):
+    def __init__(self, console, label, bar, task):
         self._console = console
+        self._label = label
         self._bar = bar
         self._task = task
 
@@ -65,11 +66,13 @@ class _TrainingProgress:
 
     def step(self, progress, loss):
         """Moves the bar to `progress.step`."""
-        self._bar.update(self._task, completed=progress.step, loss=loss, description=f"epoch {progress.epoch + 1}")
+        description = f"{self._label} {progress.epoch + 1}"
+        self._bar.update(self._task, completed=progress.step, loss=loss, description=description)
 
     def epoch(self, progress, figures):
         """Shows one line for a finished epoch, above the bar."""
+        macro_f1 = f", macro-F1 {figures['macro_f1']:.4f}" if "macro_f1" in figures else ""
         self._console.note(
-            f"epoch {progress.epoch + 1}, step {progress.step}: validation loss {figures['loss']:.4f}, "
-            f"accuracy {figures['accuracy']:.4f}, macro-F1 {figures['macro_f1']:.4f}"
+            f"{self._label} {progress.epoch + 1}, step {progress.step}: validation loss {figures['loss']:.4f}, "
+            f"accuracy {figures['accuracy']:.4f}{macro_f1}"
         )

@@ -14,11 +14,12 @@ from pipeline.contract import MASK, PAD_ID, TOKENIZER_MODEL, UNK_ID, list_files,
 from pipeline.errors import DataError, JobError
 from pipeline.files import read_json, staged_directory, write_json
 from pipeline.reading import file_form, find_files, join_some, read_table
-from pipeline.splitting import SPLITS, check_splits, describe_duplicates, split_rows
+from pipeline.splitting import SPLITS, check_splits, choose_unlabelled, describe_duplicates, split_rows
 from pipeline.text import Tokenizer, train_tokenizer
 
 LABELS = "labels.json"
 REPORT = "report.json"
+UNLABELLED = "unlabelled"
 TEXTS = "texts.jsonl"
 
 _FORMAT = 2  # part of the fingerprint: what was written in another way is prepared again
@@ -44,12 +45,12 @@ def data_fingerprint(job, report=None):
         JobError: `tokenizer.model_file` cannot be used.
     """
     data = job.data.model_dump(mode="json", exclude={"allow_new_labels"})  # that is a matter of the gate
-    for split in SPLITS:
+    for name, files in _input_files(job).items():
         if report is None:
-            contents = [(path, sha256_file(path)) for path in (find_files(data[split]) if data[split] else [])]
+            contents = [(path, sha256_file(path)) for path in (find_files(files) if files else [])]
         else:
-            contents = [(path, content["sha256"]) for path, content in report["inputs"].get(split, {}).items()]
-        data[split] = [(file_form(path), digest) for path, digest in contents]
+            contents = [(path, content["sha256"]) for path, content in report["inputs"].get(name, {}).items()]
+        data[name] = [(file_form(path), digest) for path, digest in contents]
     tokenizer = job.tokenizer.vocab_size, _needs_mask(job)
     if job.tokenizer.model_file:
         tokenizer = _load_tokenizer(job).sha256 if report is None else report["tokenizer_sha256"]
@@ -61,7 +62,8 @@ def prepare(job, data_dir, first_labels=()):
 
     Writes `tokenizer.model`, `labels.json` (in the order of `order_labels`), `report.json` and per split `tokens.npy`
     (int32, flat, rows cut at `model.max_length`), `offsets.npy` (int64 `[rows + 1]`), `labels.npy` (int32 `[rows]`),
-    `rows.npy` (int64 `[rows]`, the row's number in its source) and `texts.jsonl` (a JSON string per row).
+    `rows.npy` (int64 `[rows]`, the row's number in its source) and `texts.jsonl` (a JSON string per row). What
+    pretraining reads besides lies in `unlabelled/`, without texts; its labels are -1.
 
     Args:
         job: a `JobConfig`.
@@ -80,9 +82,12 @@ def prepare(job, data_dir, first_labels=()):
     if stored is not None and _is_in_order(stored, first_labels):
         return stored
     data = job.data
-    sources = {s: read_table(getattr(data, s), data.text_column, data.label_column) for s in SPLITS if getattr(data, s)}
-    splits, removed = split_rows(sources, data.validation_fraction, data.test_fraction)
+    sources = {name: _read(job, name, files) for name, files in _input_files(job).items() if files}
+    splits, removed = split_rows(
+        {s: sources[s] for s in SPLITS if s in sources}, data.validation_fraction, data.test_fraction
+    )
     check_splits(sources, splits, first_labels)
+    unlabelled = choose_unlabelled(sources[UNLABELLED], splits) if UNLABELLED in sources else ()
     labels = order_labels(first_labels, splits["train"].labels)
     tokenizer = _tokenizer(job, splits["train"].texts)
     report = {
@@ -101,6 +106,10 @@ def prepare(job, data_dir, first_labels=()):
             name: _write_split(staged / name, split, labels, tokenizer, job.model.max_length)
             for name, split in splits.items()
         }
+        if unlabelled:
+            rows, removed = unlabelled
+            figures = _write_rows(staged / UNLABELLED, rows, [-1] * len(rows.texts), tokenizer, job.model.max_length)
+            report[UNLABELLED] = {**figures, "removed": removed}
         report["warnings"] = _warnings(report)
         report["files"] = list_files(staged)
         write_json(staged / REPORT, report)
@@ -125,6 +134,16 @@ def order_labels(first_labels, found):
     return [*first_labels, *sorted(set(found) - set(first_labels))]
 
 
+def _input_files(job):
+    """Returns name -> the setting that names files, "" for none; what this job has no use for is left alone."""
+    files = {name: getattr(job.data, name) for name in SPLITS}
+    return {**files, UNLABELLED: job.data.unlabelled if job.pretraining.epochs else ""}
+
+
+def _read(job, name, files):
+    return read_table(files, job.data.text_column, job.data.label_column, require_labels=name != UNLABELLED)
+
+
 def _is_in_order(report, first_labels):
     labels = report["splits"]["train"]["labels"]
     found = [label for label in labels if any(split["labels"][label] for split in report["splits"].values())]
@@ -138,7 +157,7 @@ def _tokenizer(job, texts):
 
 
 def _needs_mask(job):
-    return job.training.token_dropout > 0
+    return job.training.token_dropout > 0 or job.pretraining.epochs > 0
 
 
 def _load_tokenizer(job):
@@ -153,31 +172,41 @@ def _load_tokenizer(job):
     if _needs_mask(job) and tokenizer.mask_id < 0:
         raise JobError(
             f"tokenizer.model_file={path} has no control symbol {MASK} to put in the place of tokens. Train it with "
-            f"--control_symbols={MASK}, or set training.token_dropout to 0. Received: {job.training.token_dropout}"
+            f"--control_symbols={MASK}, or set training.token_dropout and pretraining.epochs to 0. Received: "
+            f"token_dropout={job.training.token_dropout}, epochs={job.pretraining.epochs}"
         )
     return tokenizer
 
 
 def _write_split(directory, split, labels, tokenizer, max_length):
     """Writes the files of one split and returns its part of the report."""
-    directory.mkdir()
-    tokens, lengths, unknown = _encode(tokenizer, split.texts, max_length)
     index = {label: i for i, label in enumerate(labels)}
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(np.minimum(lengths, max_length), out=offsets[1:])
-    np.save(directory / "tokens.npy", tokens)
-    np.save(directory / "offsets.npy", offsets)
-    np.save(directory / "labels.npy", np.array([index[label] for label in split.labels], np.int32))
-    np.save(directory / "rows.npy", split.numbers)
+    figures = _write_rows(directory, split, [index[label] for label in split.labels], tokenizer, max_length)
     with open(directory / TEXTS, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(text) + "\n" for text in split.texts)
     rows, counts = len(split.texts), collections.Counter(split.labels)
-    percentiles = {f"p{q}": int(np.percentile(lengths, q, method="higher")) for q in (50, 90, 95, 99)}
     return {
         "rows": rows,
         "source": f"data.{split.source}",
         "labels": {label: counts[label] for label in labels},
         "shares": {label: round(counts[label] / rows, 6) for label in labels},
+        **figures,
+    }
+
+
+def _write_rows(directory, rows, label_indices, tokenizer, max_length):
+    """Writes the arrays of one `Split` and returns figures about its tokens."""
+    directory.mkdir()
+    tokens, lengths, unknown = _encode(tokenizer, rows.texts, max_length)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.minimum(lengths, max_length), out=offsets[1:])
+    np.save(directory / "tokens.npy", tokens)
+    np.save(directory / "offsets.npy", offsets)
+    np.save(directory / "labels.npy", np.array(label_indices, np.int32))
+    np.save(directory / "rows.npy", rows.numbers)
+    percentiles = {f"p{q}": int(np.percentile(lengths, q, method="higher")) for q in (50, 90, 95, 99)}
+    return {
+        "rows": len(lengths),
         "length": percentiles | {"max": int(lengths.max()), "mean": round(float(lengths.mean()), 2)},
         "tokens": len(tokens),
         "truncated_share": round(float((lengths > max_length).mean()), 6),
@@ -220,14 +249,14 @@ def changed_inputs(job, report):
         One str per file: key, path, both SHA-256 (their beginnings) and numbers of rows.
     """
     changed = []
-    for name in SPLITS:
-        files, stored = getattr(job.data, name), report.get("inputs", {}).get(name, {})
+    for name, files in _input_files(job).items():
+        stored = report.get("inputs", {}).get(name, {})
         current = {path: {"sha256": sha256_file(path)} for path in (find_files(files) if files else [])}
         kept = {i["sha256"] for i in stored.values()} & {i["sha256"] for i in current.values()}
         paths = [p for i in (stored, current) for p, content in i.items() if content["sha256"] not in kept]
         if paths and files:
             with contextlib.suppress(DataError):  # the rows are a courtesy; data that cannot be read has its own error
-                current = _describe_inputs(read_table(files, job.data.text_column, job.data.label_column))
+                current = _describe_inputs(_read(job, name, files))
         for path in dict.fromkeys(paths):
             old, new = _describe_content(stored.get(path)), _describe_content(current.get(path))
             changed.append(f"data.{name}: {path}: {old} -> {new}")
@@ -273,7 +302,7 @@ class Split:
     Attributes:
         tokens: int32, flat, memory-mapped.
         offsets: int64 `[rows + 1]`; row i is `tokens[offsets[i]:offsets[i + 1]]`.
-        labels: int32 `[rows]`, indices into `load_labels`.
+        labels: int32 `[rows]`, indices into `load_labels`; -1 for unlabelled rows.
         rows: int64 `[rows]`, the row's number in its source, blank rows and all files counted, from 0.
     """
 
@@ -284,7 +313,7 @@ class Split:
 
     @classmethod
     def load(cls, data_dir, name):
-        """Opens the split `name` ("train", "validation", "test") of a directory that `prepare` made.
+        """Opens the split `name` ("train", "validation", "test", or UNLABELLED) of a directory that `prepare` made.
 
         Raises:
             DataError: it is not there, or damaged.

@@ -45,8 +45,8 @@ def changes(config, run_dir, data_key, train_key):
     Returns:
         (changed settings, changed data): a list of "key: old -> new" and one of a line per input file.
     """
-    checkpoints = run_dir / checkpoint.CHECKPOINTS
-    settings, progress = [], checkpoint.newest_progress(checkpoints)
+    checkpoints = checkpoint.where_it_stands(run_dir)
+    settings, progress = [], checkpoint.newest_progress(run_dir / checkpoint.CHECKPOINTS)
     if progress is not None and config.training.epochs < progress.epochs_begun:
         settings.append(f"training.epochs: {progress.epochs_begun} (begun) -> {config.training.epochs}")
     key = checkpoint.newest_key(checkpoints)
@@ -71,8 +71,7 @@ def _changed_settings(config, run_dir):
 
 def _changed_data(config, run_dir, data_key, changed_settings):
     report = _data_report(run_dir)
-    trained = (run_dir / checkpoint.CHECKPOINTS).exists()
-    if not trained or report is None or report["fingerprint"] == data_key:
+    if not checkpoint.is_trained_in(run_dir) or report is None or report["fingerprint"] == data_key:
         return []
     changed = dataset.changed_inputs(config, report)
     if not changed and not changed_settings:  # e.g. the same files in another order
@@ -82,8 +81,10 @@ def _changed_data(config, run_dir, data_key, changed_settings):
 
 def another_job(run_dir, changed):
     """Returns the JobError of a run that cannot go on, given what has changed."""
-    progress = checkpoint.newest_progress(run_dir / checkpoint.CHECKPOINTS)
-    at = f", at step {progress.step}" if progress is not None else ""
+    checkpoints = checkpoint.where_it_stands(run_dir)
+    progress = checkpoint.newest_progress(checkpoints)
+    of = " of its pretraining" if checkpoints.parent.name == checkpoint.PRETRAINING else ""
+    at = f", at step {progress.step}{of}" if progress is not None else ""
     return JobError(
         f"{run_dir} holds a run of another job{at}: {'; '.join(changed)}. Undo the change to go on with it, or "
         "start over with `python -m pipeline run JOB.toml --fresh` (the old run is kept aside)."

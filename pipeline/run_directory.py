@@ -40,7 +40,7 @@ class RunDirectory:
             JobError: the run that is there is unfinished, and of another job or other data.
         """
         is_new = fresh or self._was_just_set_aside()
-        if self._is_trained_in():  # without, there is nothing to lose
+        if checkpoint.is_trained_in(self.path):  # without, there is nothing to lose
             changed, new_data = changes(self.config, self.path, data_key, train_key)
             if (changed or new_data) and not fresh and not self._may_be_replaced(changed, new_data):
                 raise another_job(self.path, [*changed, *new_data])
@@ -66,9 +66,6 @@ class RunDirectory:
 
     def _previous(self):
         return self.path.with_name(f"{self.path.name}.previous")
-
-    def _is_trained_in(self):
-        return (self.path / checkpoint.CHECKPOINTS).exists()
 
     def _may_be_replaced(self, changed, new_data):
         """True of a finished run, and of one whose data the gate refused when there is other data now."""
@@ -110,7 +107,7 @@ class RunDirectory:
         Raises:
             JobError: the run trains, and all records of the order are lost.
         """
-        if not self._is_trained_in():
+        if not checkpoint.is_trained_in(self.path):
             return self._live_labels()
         if (record := read_record(self.path / RUN, "labels")) is not None:
             return record["labels"]
@@ -118,7 +115,7 @@ class RunDirectory:
             return dataset.load_labels(self.data_dir)
         if versions(self.config.model_dir):
             raise JobError(
-                f"the order of the labels that {self.path / checkpoint.CHECKPOINTS} were trained with cannot be "
+                f"the order of the labels that {checkpoint.where_it_stands(self.path)} were trained with cannot be "
                 f"told, since {RUN} and data/ are lost or damaged. Start over with `python -m pipeline run JOB.toml "
                 "--fresh` (the old run is kept aside)."
             )
@@ -132,7 +129,7 @@ class RunDirectory:
     @contextlib.contextmanager
     def data_to_check(self, data_key):
         """Yields (`data/`, its first labels), or those of a directory beside the run that was trained on other data."""
-        if not self._is_trained_in() or dataset.prepared(self.data_dir, data_key) is not None:
+        if not checkpoint.is_trained_in(self.path) or dataset.prepared(self.data_dir, data_key) is not None:
             yield self.data_dir, self.first_labels(data_key)
             return
         beside = self.path.with_name(f".{self.config.name}.check")

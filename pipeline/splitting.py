@@ -82,6 +82,40 @@ def split_rows(sources, validation_fraction, test_fraction):
     return {name: splits[name] for name in SPLITS}, removed
 
 
+def choose_unlabelled(source, splits):
+    """Returns the unlabelled rows to pretrain on: each text once, and none that a split has already.
+
+    A text to validate or test with must not be seen before; one of train is there with its label.
+
+    Args:
+        source: `pipeline.reading.Rows` without labels.
+        splits: what `split_rows` returned.
+
+    Returns:
+        (SplitRows, {split or "unlabelled": rows left out because it has their text})
+
+    Raises:
+        DataError: no row is left.
+    """
+    rows = SplitRows("unlabelled", source.texts, source.labels, content_keys(source.texts), source.numbers)
+    removed = {}
+    for name in reversed(SPLITS):
+        copied = np.isin(rows.keys, splits[name].keys)
+        removed[name] = int(copied.sum())
+        rows = rows.where(~copied)
+    is_first = np.zeros(len(rows.keys), bool)
+    is_first[np.unique(rows.keys, return_index=True)[1]] = True
+    removed["unlabelled"] = int((~is_first).sum())
+    rows = rows.where(is_first)
+    if not rows.texts:
+        raise DataError(
+            f"data.unlabelled has no text of its own: each of its {len(source.texts) + source.blank} rows is blank or "
+            "a copy of a row in data.train, data.validation or data.test. Give other texts, or leave data.unlabelled "
+            "empty: pretraining uses the training texts anyway."
+        )
+    return rows, removed
+
+
 def check_splits(sources, splits, known_labels=()):
     """Refuses splits that cannot be trained on or measured with.
 

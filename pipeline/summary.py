@@ -29,7 +29,8 @@ def lines(version_dir, data_report, evaluation_report):
 
 def describe_rows(data_report):
     """Returns the number of rows of each split, e.g. "train 800, validation 100, test 100 rows"."""
-    return ", ".join(f"{name} {split['rows']}" for name, split in data_report["splits"].items()) + " rows"
+    parts = {**data_report["splits"], "unlabelled": data_report.get("unlabelled")}
+    return ", ".join(f"{name} {part['rows']}" for name, part in parts.items() if part) + " rows"
 
 
 def describe_gate(gate):

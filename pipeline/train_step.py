@@ -27,6 +27,8 @@ class TrainStep:
         replicas: where it runs, see `pipeline.replicas`; model and step are made in its scope.
     """
 
+    batch_spec = (TOKEN_IDS_SPEC, _LABELS_SPEC)
+
     def __init__(self, model, training, class_weights, replicas=None):
         self.model = model
         self.training = training
@@ -39,9 +41,8 @@ class TrainStep:
         # Empty between steps, so no part of the state.
         self._sums = [tf.Variable(tf.zeros(w.shape)) for w in weights] if training.accumulate_batches > 1 else []
         self._loss_sum = tf.Variable(0.0)
-        batch = [TOKEN_IDS_SPEC, _LABELS_SPEC, _SCALAR_SPEC]
-        self._add = self.replicas.compile(self._add, batch)
-        self._step = self.replicas.compile(self._step, [*batch, _SCALAR_SPEC])
+        self._add = self.replicas.compile(self._add, [self.batch_spec, _SCALAR_SPEC])
+        self._step = self.replicas.compile(self._step, [self.batch_spec, _SCALAR_SPEC, _SCALAR_SPEC])
 
     @property
     def variables(self):
@@ -62,11 +63,11 @@ class TrainStep:
             step was skipped.
         """
         with np.errstate(over="ignore"):  # what is infinite here ends as a loss or weights that are not finite
-            total = np.float32(sum(self.class_weights[labels].sum() for _, labels in batches))
+            total = np.float32(sum(self._weight(*batch) for batch in batches) or 1.0)
             rate = np.float32(rate)
-        for token_ids, labels in batches[:-1]:
-            self._add(token_ids, labels, total)
-        loss, norm = self._step(*batches[-1], total, rate)
+        for batch in batches[:-1]:
+            self._add(tuple(batch), total)
+        loss, norm = self._step(tuple(batches[-1]), total, rate)
         return float(loss), float(norm)
 
     def is_skipped(self, norm):
@@ -80,14 +81,14 @@ class TrainStep:
         """A context in which the model has the weights that are evaluated and exported: the averaged ones, if any."""
         return self.average.in_place() if self.average else contextlib.nullcontext()
 
-    def _add(self, token_ids, labels, total):
-        loss, gradients = self._gradients(token_ids, labels, total)
+    def _add(self, batch, total):
+        loss, gradients = self._gradients(batch, total)
         self._loss_sum.assign_add(loss)
         for sum_, gradient in zip(self._sums, gradients, strict=True):
             sum_.assign_add(gradient)
 
-    def _step(self, token_ids, labels, total, rate):
-        loss, gradients = self._gradients(token_ids, labels, total)
+    def _step(self, batch, total, rate):
+        loss, gradients = self._gradients(batch, total)
         if self._sums:
             loss += self._loss_sum
             gradients = [s + g for s, g in zip(self._sums, gradients, strict=True)]
@@ -104,18 +105,26 @@ class TrainStep:
             self.loss_scale.update(is_good)
         return loss, norm
 
-    def _gradients(self, token_ids, labels, total):
+    def _gradients(self, batch, total):
         """Returns this replica's part of the objective and the gradients of that part, dense float32."""
-        token_ids, labels = self.replicas.share(token_ids), self.replicas.share(labels)
+        batch = [self.replicas.share(rows) for rows in batch]
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         with tf.GradientTape() as tape:
-            row_weights = tf.gather(self.class_weights, labels)
-            loss = tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights) / total
+            loss = self._weighted_loss(*batch) / total
             objective = loss * scale
         gradients = tape.gradient(objective, self.model.trainable_variables)
         # Dense: the norm of an embedding's slices would count a token once for every place where it stands.
         gradients = [tf.convert_to_tensor(g) for g in gradients]
         return loss, gradients if self.loss_scale is None else [g / scale for g in gradients]
+
+    def _weight(self, token_ids, labels):
+        """Returns how much a batch counts: a number."""
+        return self.class_weights[labels].sum()
+
+    def _weighted_loss(self, token_ids, labels):
+        """Returns the objective of these rows, summed by how much each counts: float32 scalar."""
+        row_weights = tf.gather(self.class_weights, labels)
+        return tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights)
 
     def _row_losses(self, token_ids, labels):
         """Returns the objective of every row: float32 [B]."""

@@ -76,7 +76,7 @@ def _arm(moment, run_dir):
             strike_later()
 
     def on_row(row):
-        if not training.is_set() or row["kind"] != "train":
+        if not training.is_set() or row["kind"] not in ("train", "pretraining"):
             return
         if moment.kind == "compile":
             strike()
@@ -217,12 +217,15 @@ def result(run_dir):
     last = checkpoint.read(run_dir / checkpoint.CHECKPOINTS, newest)
     best = checkpoint.read(run_dir / checkpoint.BEST, last.progress.best_step)
     rows = [{k: v for k, v in row.items() if k not in TIMINGS} for row in metrics_rows(run_dir)]
+    pretraining = run_dir / checkpoint.PRETRAINING / checkpoint.CHECKPOINTS
+    before = [checkpoint.read(pretraining, step) for step in checkpoint.steps(pretraining)[-1:]]
     return {
         # The digits of the times are part of the record's length.
         "progress": dataclasses.replace(last.progress, metrics_bytes=0),
         "best progress": dataclasses.replace(best.progress, metrics_bytes=0),
         "metrics.jsonl": rows,
         **{f"state, {name}": (a.dtype, a.shape, a.tobytes()) for name, a in last.arrays.items()},
+        **{f"pretraining, {name}": a.tobytes() for found in before for name, a in found.arrays.items()},
         **{f"best, {name}": (a.dtype, a.shape, a.tobytes()) for name, a in best.arrays.items()},
     }
 

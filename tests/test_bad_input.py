@@ -183,6 +183,23 @@ def test_unusable_data(tmp_path, data, needed):
     _refused(_job_with_data(tmp_path, data), 3, *needed)
 
 
+@pytest.mark.parametrize(
+    ("data", "needed"),
+    [
+        (None, ["more.csv", "No such file"]),
+        (b"", ["more.csv", "is empty"]),
+        (b"text\n", ["more.csv", "has no rows"]),
+        (b"body,label\nfine,good\n", ["more.csv", "no column 'text'", "'body', 'label'", "data.text_column"]),
+        (b"text\n \n", ["data.unlabelled has no text of its own: each of its 1 rows is blank"]),
+    ],
+)
+def test_unusable_unlabelled_data(tmp_path, data, needed):
+    path = tmp_path / "more.csv"
+    if data is not None:
+        path.write_bytes(data)
+    _refused(make_job(tmp_path, data={"unlabelled": str(path)}, pretraining={"epochs": 1}), 3, *needed)
+
+
 def test_too_few_rows_for_the_splits(tmp_path):
     _refused(_job_with_data(tmp_path, b"text,label\nfine,good\npoor,bad\n"), 3, "Give more rows")
 

@@ -18,6 +18,7 @@ from tests.jobs import (
     finish,
     kill_when,
     make_job,
+    make_rows,
     metrics_rows,
     published_job,
     run_pipeline,
@@ -78,6 +79,40 @@ def test_a_dozen_kills_in_one_training(published, forks, tmp_path):
     assert len(hits) >= 10
     assert len([hit for hit in hits if "save" in hit]) >= 2
     assert any(a == b > 0 for a, b in itertools.pairwise(resumed_at)), "never twice between two checkpoints"
+
+
+def test_kills_and_signals_in_the_pretraining(forks, tmp_path):
+    texts = tmp_path / "texts.csv"
+    texts.write_text("\n".join(["text", *(f"the plot was dull and weak {i}" for i in range(80))]) + "\n")
+    sections = {"data": {"unlabelled": str(texts)}, "pretraining": {"epochs": 2, "learning_rate": 1e-2}}
+    job = make_job(tmp_path / "job", make_rows(120), **sections, tokenizer={"vocab_size": 320}, training={"epochs": 1})
+    done = forks.run(job, None, command="prepare")
+    assert done.code == 0 and "unlabelled 80 rows" in done.stderr, done.stderr
+    shutil.copytree(job.run_dir, tmp_path / "prepared")
+    done = forks.run(job, None)
+    assert done.code == 0 and "pretraining epoch 2, step " in done.stderr, done.stderr
+    expected = result(job.run_dir)
+    ends = [row["step"] for row in expected["metrics.jsonl"] if row["kind"] == "pretraining_validation"]
+    shutil.rmtree(job.run_dir)
+    shutil.copytree(tmp_path / "prepared", job.run_dir)
+    for moment, code in [
+        (Moment("row", 2), -signal.SIGKILL),
+        (Moment("file", 22), -signal.SIGKILL),  # in the first save
+        (Moment("row", ends[0] - 1, signals=(signal.SIGTERM,)), INTERRUPTED),
+        (Moment("row", ends[0], delay_s=0.005), -signal.SIGKILL),
+        (Moment("row", ends[1], signals=(signal.SIGINT, signal.SIGTERM)), INTERRUPTED),
+    ]:
+        done = forks.run(job, moment)
+        assert done.code == code, done.stderr
+        assert not (job.run_dir / "checkpoints").exists()
+        assert code != INTERRUPTED or "epochs of pretraining done; the state is saved" in done.last_line
+    # It is not begun anew because of another setting: that is refused, whatever is lost.
+    for command in ("run", "train"):
+        done = job.run("--set", "pretraining.epochs=3", command=command)
+        assert done.code == 2 and f"at step {ends[1]} of its pretraining: pretraining.epochs: 2 -> 3." in done.error
+    assert forks.run(job, None).code == 0
+    assert differing(result(job.run_dir), expected) == []
+    assert job.leftovers() == []
 
 
 _WITH_A_LIMIT = """

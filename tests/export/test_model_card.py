@@ -110,6 +110,15 @@ def test_figures(card, manifest, data):
     assert f"within {manifest.parity['saved_model']['max_abs_difference']:.1e} in" in named["saved_model.pb"][3]
 
 
+def test_pretraining_is_told(card, manifest, data):
+    assert "masked" not in card
+    job = {**manifest.job, "pretraining": {**manifest.job["pretraining"], "epochs": 3}}
+    pretrained = dataclasses.replace(manifest, job=job)
+    assert "predict masked tokens of the training texts, for 3 epochs." in render(pretrained, data, 1)
+    with_more = {**data, "unlabelled": {"rows": 4321}}
+    assert "of the training texts and 4,321 unlabelled ones, for 3 epochs." in render(pretrained, with_more, 1)
+
+
 def test_only_files_that_are_there_are_named(manifest, data):
     assert "int8" in render(manifest, data, 1)
     files = {f: v for f, v in manifest.files.items() if "int8" not in f}

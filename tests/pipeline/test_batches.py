@@ -128,6 +128,51 @@ def test_hidden_tokens_stay_what_they_were():
     assert hidden == ["xx___x___x__", "____x____x__", "____x___xx_x"]
 
 
+PIECES = np.array([5, 6, 9], np.int32)
+
+
+def masked(token_ids, rows=None, share=0.15, seed=1, epoch=2):
+    rows = np.arange(len(token_ids)) if rows is None else np.asarray(rows)
+    return batches.mask_tokens(np.asarray(token_ids, np.int32), rows, share, 2, PIECES, seed, epoch)
+
+
+def test_a_share_is_masked_in_three_ways_and_never_padding():
+    token_ids = np.full((400, 500), 7, np.int32)
+    token_ids[:, 300:] = 0
+    found, chosen = masked(token_ids)
+    assert (found.dtype, chosen.dtype) == (np.int32, bool)
+    assert (token_ids[:, :300] == 7).all()  # left as it was
+    assert (found[:, 300:] == 0).all() and not chosen[:, 300:].any()
+    assert (found[~chosen] == token_ids[~chosen]).all()
+    assert chosen[:, :300].mean() == pytest.approx(0.15, abs=4 * (0.15 * 0.85 / 120_000) ** 0.5)
+    assert chosen[:, :300].mean(axis=1).std() == pytest.approx((0.15 * 0.85 / 300) ** 0.5, rel=4 / (2 * 400) ** 0.5)
+    values = found[chosen]
+    for value, expected in ((2, 0.8), (7, 0.1), (5, 1 / 30), (6, 1 / 30), (9, 1 / 30)):
+        tolerance = 4 * (expected * (1 - expected) / len(values)) ** 0.5
+        assert np.mean(values == value) == pytest.approx(expected, abs=tolerance)
+    assert set(np.unique(values)) == {2, 5, 6, 7, 9}
+
+
+def test_what_is_masked_depends_on_seed_epoch_and_row_alone():
+    token_ids = np.arange(10, 610, dtype=np.int32).reshape(6, 100)
+    found, chosen = masked(token_ids, rows=[5, 0, 3, 9, 70_000, 1])
+    alone = masked(np.pad(token_ids[[4, 2]], ((0, 0), (0, 9))), rows=[70_000, 3])
+    np.testing.assert_array_equal(alone[0][:, :100], found[[4, 2]])
+    np.testing.assert_array_equal(alone[1][:, :100], chosen[[4, 2]])
+    for other in ({"seed": 2}, {"epoch": 3}, {"epoch": "validation"}):
+        assert (masked(token_ids, **other)[1] != masked(token_ids)[1]).mean() == pytest.approx(0.255, abs=0.08)
+    assert all(np.array_equal(a, b) for a, b in zip(masked(token_ids), masked(token_ids), strict=True))
+    # Of a short row nothing may be chosen.
+    assert not masked([[7]] * 5, rows=range(5), share=1e-9)[1].any()
+
+
+def test_masked_tokens_stay_what_they_were():
+    # A checkpoint holds the position only: other tokens for the same arguments would break its resume.
+    found, chosen = masked(np.full((3, 12), 7), rows=[0, 1, 100_000], share=0.5, seed=17, epoch=1)
+    shown = np.where(chosen, np.where(found == 7, "=", found.astype(str)), "_")
+    assert ["".join(row) for row in shown] == ["__2222__2__2", "___22__22_59", "2_2_92__2___"]
+
+
 def test_hash_is_splitmix64():
     # The first numbers of SplitMix64 from state 0, as in the reference implementation's tests.
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]

@@ -9,6 +9,7 @@ from pipeline import dataset
 from pipeline.config import JobConfig
 from pipeline.errors import DataError, JobError
 from pipeline.splitting import split_rows
+from pipeline.summary import describe_rows
 from pipeline.text import Tokenizer, pad, train_tokenizer
 from tests.pipeline.test_splitting import from_rows, make_texts
 from tests.pipeline.test_text import foreign_model
@@ -23,7 +24,7 @@ def write_csv(path, texts, labels):
     return str(path)
 
 
-def make_job(tokenizer=None, max_length=16, training=None, **data):
+def make_job(tokenizer=None, max_length=16, training=None, pretraining=None, **data):
     return JobConfig.model_validate(
         {
             "name": "t",
@@ -31,6 +32,7 @@ def make_job(tokenizer=None, max_length=16, training=None, **data):
             "tokenizer": tokenizer or {"vocab_size": 320},
             "model": {"max_length": max_length},
             "training": training or {},
+            "pretraining": pretraining or {},
         }
     )
 
@@ -303,10 +305,10 @@ def test_a_tokenizer_that_cannot_sample_is_refused(tmp_path, model_type):
         )
 
 
-def test_a_mask_where_the_training_needs_one(tmp_path):
+@pytest.mark.parametrize("needing", [{"training": {"token_dropout": 0.1}}, {"pretraining": {"epochs": 1}}])
+def test_a_mask_where_the_training_needs_one(tmp_path, needing):
     train = write_csv(tmp_path / "a.csv", TEXTS, LABELS)
-    needing = {"token_dropout": 0.1}
-    plain, masked = make_job(train=train), make_job(train=train, training=needing)
+    plain, masked = make_job(train=train), make_job(train=train, **needing)
     assert dataset.data_fingerprint(plain) != dataset.data_fingerprint(masked)
     assert dataset.prepare(masked, tmp_path / "data")["vocab_size"] == 320
     assert Tokenizer.load(tmp_path / "data" / "tokenizer.model").mask_id == 2
@@ -314,13 +316,71 @@ def test_a_mask_where_the_training_needs_one(tmp_path):
 
     for name, options in (("with", {"control_symbols": ["<mask>"]}), ("without", {})):
         (tmp_path / name).write_bytes(foreign_model(**options, vocab_size=70))
-    own = make_job(train=train, tokenizer={"model_file": f"{tmp_path}/with"}, training=needing)
+    own = make_job(train=train, tokenizer={"model_file": f"{tmp_path}/with"}, **needing)
     dataset.prepare(own, tmp_path / "own")
     assert Tokenizer.load(tmp_path / "own" / "tokenizer.model").mask_id == 2
-    with pytest.raises(JobError, match="without has no control symbol <mask>.*Train it with --control_symbols=<mask>"):
-        dataset.data_fingerprint(
-            make_job(train=train, tokenizer={"model_file": f"{tmp_path}/without"}, training=needing)
-        )
+    message = (
+        "without has no control symbol <mask>.*Train it with --control_symbols=<mask>, or set training.token_dropout "
+        "and pretraining.epochs to 0. Received: token_dropout=0"
+    )
+    with pytest.raises(JobError, match=message):
+        dataset.data_fingerprint(make_job(train=train, tokenizer={"model_file": f"{tmp_path}/without"}, **needing))
+
+
+def test_unlabelled_texts_are_kept_once_and_apart_from_what_is_measured(tmp_path):
+    splits = split_rows(from_rows(TEXTS), 0.1, 0.1)[0]
+    own = make_texts(40, seed=5)
+    copies = [splits["test"].texts[0].upper(), splits["validation"].texts[1], splits["train"].texts[2], own[3]]
+    lines = ["body", *own, "  ", *copies, "one more text"]
+    (tmp_path / "u.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (tmp_path / "more.jsonl").write_text('{"body": "of another file"}\n', encoding="utf-8")
+    train = tmp_path / "a.csv"
+    write_csv(train, TEXTS, LABELS)
+    train.write_text(train.read_text(encoding="utf-8").replace("text,label", "body,label"), encoding="utf-8")
+    files = {"train": str(train), "unlabelled": [f"{tmp_path}/u.csv", f"{tmp_path}/more.jsonl"]}
+    job = make_job(**files, text_column="body", pretraining={"epochs": 1})
+    report = dataset.prepare(job, tmp_path / "data")
+    kept = [*own, "one more text", "of another file"]
+    assert report["unlabelled"]["rows"] == len(kept)
+    assert report["unlabelled"]["removed"] == {"test": 1, "validation": 1, "train": 1, "unlabelled": 1}
+    assert report["sources"]["unlabelled"] == {"files": files["unlabelled"], "rows": 47, "blank": 1}
+    assert list(report["splits"]) == ["train", "validation", "test"]
+    assert describe_rows(report).endswith(f"test {report['splits']['test']['rows']}, unlabelled 42 rows")
+
+    tokenizer = Tokenizer.load(tmp_path / "data" / "tokenizer.model")
+    assert tokenizer.model == train_tokenizer(splits["train"].texts, job.tokenizer.vocab_size, mask=True)
+    split = dataset.Split.load(tmp_path / "data", dataset.UNLABELLED)
+    for i, expected in enumerate(tokenizer.encode(kept, job.model.max_length)):
+        np.testing.assert_array_equal(split.tokens[split.offsets[i] : split.offsets[i + 1]], expected)
+    assert split.rows.tolist() == [*range(40), 45, 46] and set(split.labels.tolist()) == {-1}
+    assert sorted(path.name for path in (tmp_path / "data" / "unlabelled").iterdir()) == [
+        "labels.npy", "offsets.npy", "rows.npy", "tokens.npy",
+    ]  # fmt: skip
+
+    # They are part of what the data depends on, and named when they change.
+    assert dataset.data_fingerprint(job, report) == dataset.data_fingerprint(job) == report["fingerprint"]
+    assert dataset.changed_inputs(job, report) == []
+    (tmp_path / "more.jsonl").write_text('{"body": "other"}\n{"body": "texts"}\n', encoding="utf-8")
+    assert dataset.data_fingerprint(job) != report["fingerprint"]
+    [change] = dataset.changed_inputs(job, report)
+    assert re.fullmatch(r"data.unlabelled: .*more.jsonl: sha256 \w+ \(1 rows\) -> sha256 \w+ \(2 rows\)", change)
+
+
+def test_unlabelled_texts_are_not_looked_at_without_pretraining(tmp_path):
+    train = write_csv(tmp_path / "a.csv", TEXTS, LABELS)
+    plain, job = make_job(train=train), make_job(train=train, unlabelled="nowhere.csv")
+    assert dataset.data_fingerprint(job) == dataset.data_fingerprint(plain)
+    report = dataset.prepare(job, tmp_path / "data")
+    assert "unlabelled" not in report and not (tmp_path / "data" / "unlabelled").exists()
+    assert dataset.changed_inputs(job, report) == []
+
+
+def test_unlabelled_texts_that_are_all_elsewhere_are_refused(tmp_path):
+    train = write_csv(tmp_path / "a.csv", TEXTS, LABELS)
+    job = make_job(train=train, unlabelled=train, pretraining={"epochs": 1})
+    with pytest.raises(DataError, match="data.unlabelled has no text of its own: each of its 300 rows is .*leave data"):
+        dataset.prepare(job, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_vocabulary_the_data_does_not_allow_is_a_job_error(tmp_path):

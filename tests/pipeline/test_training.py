@@ -11,10 +11,13 @@ import threading
 import numpy as np
 import pytest
 
-from pipeline import checkpoint, dataset, evaluation, training
+from pipeline import checkpoint, classification, dataset, evaluation, training
+from pipeline.batches import epoch_plan
 from pipeline.config import JobConfig
 from pipeline.contract import TIMINGS, sha256_file
 from pipeline.errors import CheckpointError, Interrupted, JobError, TrainingError
+from pipeline.optimization import learning_rate
+from pipeline.train_step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -36,7 +39,7 @@ class Stub:
         self.warnings.append(line)
 
     @contextlib.contextmanager
-    def training(self):
+    def training(self, label):
         self.on_start()
         yield self
 
@@ -116,7 +119,7 @@ def whole(data_file, data_dir, tmp_path_factory):
 
 
 def last(run_dir):
-    return next(checkpoint.newest_first(run_dir / training.CHECKPOINTS, warn=pytest.fail), None)
+    return next(checkpoint.newest_first(run_dir / checkpoint.CHECKPOINTS, warn=pytest.fail), None)
 
 
 def rows_of(run_dir):
@@ -139,7 +142,7 @@ def assert_same_run(found, expected):
     assert_same_arrays(a.arrays, b.arrays)
     # The speed's digits are part of the file's length.
     assert dataclasses.replace(a.progress, metrics_bytes=0) == dataclasses.replace(b.progress, metrics_bytes=0)
-    best = [checkpoint.read(run / training.BEST, a.progress.best_step) for run in (found, expected)]
+    best = [checkpoint.read(run / checkpoint.BEST, a.progress.best_step) for run in (found, expected)]
     assert_same_arrays(best[0].arrays, best[1].arrays)
     assert without_speed(rows_of(found)) == without_speed(rows_of(expected))
 
@@ -176,16 +179,17 @@ def test_learns_and_records(whole):
     assert validations[-1]["accuracy"] > 0.75
     assert of_training[-1]["loss"] < 0.6 < of_training[0]["loss"]  # ln 2 is 0.69
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert not (run_dir / "pretraining").exists()
     assert (run_dir / "metrics.jsonl").stat().st_size == last(run_dir).progress.metrics_bytes
 
 
 def test_checkpoints_that_are_kept(whole):
     job, run_dir, console = whole
-    steps = checkpoint.steps(run_dir / training.CHECKPOINTS)
+    steps = checkpoint.steps(run_dir / checkpoint.CHECKPOINTS)
     assert len(steps) == job.training.keep_checkpoints
     assert steps[-1] == len(console.steps)
-    named = {checkpoint.best_step(run_dir / training.CHECKPOINTS, step) for step in steps}
-    assert set(checkpoint.steps(run_dir / training.BEST)) == named - {-1}
+    named = {checkpoint.best_step(run_dir / checkpoint.CHECKPOINTS, step) for step in steps}
+    assert set(checkpoint.steps(run_dir / checkpoint.BEST)) == named - {-1}
     assert not list(run_dir.rglob(".staged-*"))
 
 
@@ -262,13 +266,13 @@ def test_resume_is_exact_wherever_it_stops(whole, run_dir, monkeypatch):
 
     with pytest.raises(ZeroDivisionError):
         training.train(job, run_dir, KEY, Stub(crash))
-    newest = checkpoint.steps(run_dir / training.CHECKPOINTS)[-1]
+    newest = checkpoint.steps(run_dir / checkpoint.CHECKPOINTS)[-1]
     assert epoch < newest < epoch + 7
 
     # And that checkpoint is damaged.
-    state = run_dir / training.CHECKPOINTS / f"step-{newest:08d}" / checkpoint.STATE
+    state = run_dir / checkpoint.CHECKPOINTS / f"step-{newest:08d}" / checkpoint.STATE
     state.write_bytes(state.read_bytes()[:-1])
-    before = checkpoint.steps(run_dir / training.CHECKPOINTS)[-2]
+    before = checkpoint.steps(run_dir / checkpoint.CHECKPOINTS)[-2]
     console = interrupted(Stub(stop_at(2 * epoch + 1)), 2 * epoch + 1)
     assert console.steps[0] == before + 1
     assert len(console.warnings) == 1 and f"step-{newest:08d} is damaged" in console.warnings[0]
@@ -307,7 +311,7 @@ def test_resume_is_exact_with_every_part_of_the_state(data_file, data_dir, tmp_p
     console = Stub()
     training.train(job, runs[0], KEY, console)
     steps = last(runs[0]).progress.step
-    batches = len(training.epoch_plan(dataset.Split.load(runs[0] / "data", "train").lengths, 512, 17, 0))
+    batches = len(epoch_plan(dataset.Split.load(runs[0] / "data", "train").lengths, 512, 17, 0))
     assert steps == 2 * -(-batches // section.get("accumulate_batches", 1)) == console.steps[-1] >= 6
 
     with pytest.raises(Interrupted):
@@ -337,7 +341,7 @@ def test_the_loss_scale_and_its_counters_are_carried_over(data_file, data_dir, t
     """The scale is set so high that the next steps overflow: they are skipped and it shrinks."""
     job = make_job(data_file, precision="mixed_float16", epochs=1, checkpoint_every_steps=1, keep_checkpoints=99)
     stopped_run(job, data_dir, tmp_path / "whole", 2)
-    directory, raised = tmp_path / "whole" / training.CHECKPOINTS, np.float32(2.0**26)
+    directory, raised = tmp_path / "whole" / checkpoint.CHECKPOINTS, np.float32(2.0**26)
     state = checkpoint.read(directory, 2)
     [scale] = [name for name, a in state.arrays.items() if a.shape == () and a.dtype == np.float32 and a == 2.0**15]
     checkpoint.save(directory, state.arrays | {scale: raised}, state.progress, KEY)
@@ -363,7 +367,7 @@ def test_a_worse_epoch_after_a_resume_does_not_replace_the_best(data_file, data_
 
     run_dir, at = tmp_path / "stopped", validations[worse - 1]["step"] + 2
     stopped_run(job, data_dir, run_dir, at)
-    before, best = last(run_dir).progress, (run_dir / training.BEST)
+    before, best = last(run_dir).progress, (run_dir / checkpoint.BEST)
     weights = best / f"step-{before.best_step:08d}" / checkpoint.STATE
     status = weights.stat()
     assert before.best_value == max(values[:worse])
@@ -382,7 +386,7 @@ def test_averaged_weights_are_validated_kept_as_best_and_loaded_for_export(data_
     job = make_job(data_file, ema_decay=0.9, keep_checkpoints=100)
     training.train(job, run_dir, KEY, Stub())
     progress, best = last(run_dir).progress, checkpoint.finished_best(run_dir, KEY, job.training).arrays
-    state = list(checkpoint.read(run_dir / training.CHECKPOINTS, progress.best_step).arrays.values())
+    state = list(checkpoint.read(run_dir / checkpoint.CHECKPOINTS, progress.best_step).arrays.values())
     model = training.load_best(job, run_dir, KEY)
     averages, weights = state[-len(best) :], state[: len(model.variables)]
     assert [a.tobytes() for a in best.values()] == [a.tobytes() for a in averages]
@@ -429,7 +433,7 @@ def test_another_seed_gives_other_weights(whole, data_file, run_dir):
 def test_patience_is_carried_over(data_file, run_dir):
     # Nothing improves after the first validation: two more are waited for, whatever comes between.
     job = make_job(data_file, epochs=6, learning_rate=1e-12, patience=2)
-    epoch = len(training.epoch_plan(dataset.Split.load(run_dir / "data", "train").lengths, 512, 17, 0))
+    epoch = len(epoch_plan(dataset.Split.load(run_dir / "data", "train").lengths, 512, 17, 0))
     counts = []
     with pytest.raises(Interrupted):
         training.train(job, run_dir, KEY, Stub(stop_at(2 * epoch + 1), on_epoch=counts.append))
@@ -440,7 +444,7 @@ def test_patience_is_carried_over(data_file, run_dir):
     progress = last(run_dir).progress
     assert (progress.epoch, progress.evaluations_without_improvement, progress.finished) == (3, 2, "patience")
     assert progress.best_step == counts[0]
-    assert checkpoint.steps(run_dir / training.BEST) == [counts[0]]
+    assert checkpoint.steps(run_dir / checkpoint.BEST) == [counts[0]]
     assert checkpoint.finished_best(run_dir, KEY, job.training) is not None
 
 
@@ -454,13 +458,13 @@ def test_a_loss_that_is_not_finite_ends_with_step_and_rows(data_file, run_dir):
     step = console.steps[-1] + 1
     assert f"not finite at step {step}: loss=nan" in message
     split = dataset.Split.load(run_dir / "data", "train")
-    plan = training.epoch_plan(split.lengths, 512, 17, 0)
+    plan = epoch_plan(split.lengths, 512, 17, 0)
     shown = split.rows[plan[step - 1]][:20]
     assert f"rows of data.train (from 0): {', '.join(map(str, shown))}" in message
     assert "lower training.learning_rate" in message
     assert len(message.splitlines()) == 1
-    for found in checkpoint.steps(run_dir / training.CHECKPOINTS):
-        arrays = checkpoint.read(run_dir / training.CHECKPOINTS, found).arrays
+    for found in checkpoint.steps(run_dir / checkpoint.CHECKPOINTS):
+        arrays = checkpoint.read(run_dir / checkpoint.CHECKPOINTS, found).arrays
         assert all(np.isfinite(a).all() for a in arrays.values())
     assert checkpoint.finished_best(run_dir, KEY, job.training) is None
     with pytest.raises(TrainingError, match="holds no finished training"):
@@ -482,10 +486,10 @@ def test_weights_that_are_not_finite_after_a_finite_loss_are_not_saved(data_file
 def test_best_weights_that_are_not_finite_are_not_loaded(whole, run_dir):
     """They cannot be saved; so even if they lie there with the right sums, no export is made from them."""
     job, other, _ = whole
-    for directory in (training.CHECKPOINTS, training.BEST):
+    for directory in (checkpoint.CHECKPOINTS, checkpoint.BEST):
         shutil.copytree(other / directory, run_dir / directory)
     assert training.load_best(job, run_dir, KEY) is not None
-    for path in (run_dir / training.BEST).iterdir():
+    for path in (run_dir / checkpoint.BEST).iterdir():
         with np.load(path / checkpoint.STATE) as state:
             arrays = dict(state)
         next(iter(arrays.values())).flat[0] = np.nan
@@ -501,14 +505,14 @@ def test_answers_that_are_not_finite_after_an_epochs_last_step(data_file, run_di
     job = make_job(data_file, learning_rate=1e30, batch_tokens=100_000)
     with pytest.raises(TrainingError, match="answers on data.validation are not finite after step 1:.*lower training"):
         training.train(job, run_dir, KEY, Stub())
-    assert checkpoint.steps(run_dir / training.CHECKPOINTS) == []
-    assert checkpoint.steps(run_dir / training.BEST) == []
+    assert checkpoint.steps(run_dir / checkpoint.CHECKPOINTS) == []
+    assert checkpoint.steps(run_dir / checkpoint.BEST) == []
 
 
 def test_damaged_checkpoints_do_not_push_out_good_ones(data_file, data_dir, tmp_path):
     job = make_job(data_file, checkpoint_every_steps=2, keep_checkpoints=2)
     stopped_run(job, data_dir, tmp_path, 6)
-    directory = tmp_path / training.CHECKPOINTS
+    directory = tmp_path / checkpoint.CHECKPOINTS
     assert checkpoint.steps(directory) == [4, 6]
     state = directory / "step-00000006" / checkpoint.STATE
     state.write_bytes(state.read_bytes()[:-1])
@@ -522,9 +526,9 @@ def test_damaged_checkpoints_do_not_push_out_good_ones(data_file, data_dir, tmp_
 
 def test_damaged_best_weights_are_made_again(whole, run_dir):
     job, other, _ = whole
-    for directory in (training.CHECKPOINTS, training.BEST):
+    for directory in (checkpoint.CHECKPOINTS, checkpoint.BEST):
         shutil.copytree(other / directory, run_dir / directory)
-    for state in (run_dir / training.BEST).glob("*/state.npz"):
+    for state in (run_dir / checkpoint.BEST).glob("*/state.npz"):
         state.write_bytes(state.read_bytes()[:-1])
     assert checkpoint.finished_best(run_dir, KEY, job.training) is None
     stub = Stub()
@@ -537,7 +541,7 @@ def test_damaged_best_weights_are_made_again(whole, run_dir):
 
 def test_checkpoints_of_another_key_are_refused(whole, run_dir):
     job, other, _ = whole
-    for directory in (training.CHECKPOINTS, training.BEST):
+    for directory in (checkpoint.CHECKPOINTS, checkpoint.BEST):
         shutil.copytree(other / directory, run_dir / directory)
     with pytest.raises(JobError, match="holds the training of another job or of other data"):
         training.train(job, run_dir, "another key", Stub())
@@ -568,7 +572,7 @@ def test_resume_is_exact_when_epochs_have_their_own_rows(data_file, tmp_path, se
     rows = [row for row in rows_of(tmp_path / "whole") if row["kind"] == "train"]
     counts = [sum(row["epoch"] == epoch for row in rows) for epoch in range(3)]
     split = dataset.Split.load(tmp_path / "whole" / "data", "train")
-    assert min(counts) > len(training.epoch_plan(split.lengths, 90, 17, 0))
+    assert min(counts) > len(epoch_plan(split.lengths, 90, 17, 0))
     assert len(set(counts)) > 1
     assert console.expected == [3 * counts[0], counts[0] + 2 * counts[1], steps]
     # All the same each epoch is a third of the learning rate's course: a tenth up to the peak, then half a cosine.
@@ -590,7 +594,7 @@ def test_settings_that_cannot_matter_may_change_while_a_run_waits(whole, data_fi
     training.train(changed, tmp_path / "run", KEY, stub)
     assert stub.steps == console.steps[7:]
     assert_same_arrays(last(tmp_path / "run").arrays, last(expected).arrays)
-    assert checkpoint.steps(tmp_path / "run" / training.CHECKPOINTS) == [console.steps[-1]]
+    assert checkpoint.steps(tmp_path / "run" / checkpoint.CHECKPOINTS) == [console.steps[-1]]
     logged = [row["step"] for row in rows_of(tmp_path / "run") if row["kind"] == "train"]
     assert logged == [2, 4, 6] + list(range(9, console.steps[-1] + 1, 3))
 
@@ -618,7 +622,7 @@ def test_more_epochs_go_on_from_where_the_run_stands(whole, data_file, data_dir,
     for row in rows_of(run_dir):
         if row["kind"] == "train":
             steps = (3 if row["step"] <= start else 4) * epoch
-            assert row["learning_rate"] == training.learning_rate(row["step"] - 1, steps, peak, warmup)
+            assert row["learning_rate"] == learning_rate(row["step"] - 1, steps, peak, warmup)
 
     # And fewer than were begun are refused.
     before = last(run_dir)
@@ -650,7 +654,7 @@ def test_hidden_tokens_are_in_training_batches_only(data_file, tmp_path, monkeyp
     dataset.prepare(job, tmp_path / "data")
     trained, predicted = [], []
 
-    class RecordingStep(training.TrainStep):
+    class RecordingStep(TrainStep):
         def __call__(self, batches, rate):
             trained.extend(token_ids.copy() for token_ids, _ in batches)
             return super().__call__(batches, rate)
@@ -659,9 +663,9 @@ def test_hidden_tokens_are_in_training_batches_only(data_file, tmp_path, monkeyp
         predict = compile_predict(model)
         return lambda token_ids: predicted.append(np.array(token_ids)) or predict(token_ids)
 
-    compile_predict = training.compile_predict
-    monkeypatch.setattr(training, "TrainStep", RecordingStep)
-    monkeypatch.setattr(training, "compile_predict", compile_and_record)
+    compile_predict = classification.compile_predict
+    monkeypatch.setattr(classification, "TrainStep", RecordingStep)
+    monkeypatch.setattr(classification, "compile_predict", compile_and_record)
     training.train(job, tmp_path, KEY, Stub())
     batches = len(trained) // 3
     for epoch in (trained[:batches], trained[-batches:]):
@@ -682,7 +686,7 @@ def test_a_signal_while_the_rows_are_made(data_file, data_dir, run_dir, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "iterate_texts", texts)
-        patch.setattr(training, "sample_split", lambda split, texts, *args: [args[-1]() for _ in texts])
+        patch.setattr(classification, "sample_split", lambda split, texts, *args: [args[-1]() for _ in texts])
         with pytest.raises(Interrupted, match="at step 0, 0 of 3 epochs done"):
             training.train(job, run_dir, KEY, Stub())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("next-epoch")]
@@ -690,14 +694,14 @@ def test_a_signal_while_the_rows_are_made(data_file, data_dir, run_dir, monkeypa
 
 
 def test_an_error_while_the_next_rows_are_made_ends_the_training(data_file, run_dir, monkeypatch):
-    real = training.sample_split
+    real = classification.sample_split
 
     def of_the_first_epoch(*args):
         if args[-2] > 0:
             raise ZeroDivisionError("in the background")
         return real(*args)
 
-    monkeypatch.setattr(training, "sample_split", of_the_first_epoch)
+    monkeypatch.setattr(classification, "sample_split", of_the_first_epoch)
     with pytest.raises(ZeroDivisionError, match="in the background"):
         training.train(make_job(data_file, subword_sampling=0.5), run_dir, KEY, Stub())
     assert last(run_dir).progress.epoch == 1
@@ -727,7 +731,7 @@ def test_tensorboard_that_cannot_be_written_costs_a_warning_only(whole, run_dir)
 def test_nothing_usable_is_said(whole, run_dir):
     """Hours of training begin anew: the log must say why."""
     job, other, _ = whole
-    shutil.copytree(other / training.CHECKPOINTS, run_dir / training.CHECKPOINTS)  # and not one of the best weights
+    shutil.copytree(other / checkpoint.CHECKPOINTS, run_dir / checkpoint.CHECKPOINTS)  # and not one of the best weights
     stub = Stub()
     training.train(job, run_dir, KEY, stub)
     assert "can be used: training starts from its first step." in stub.warnings[-1]

@@ -38,13 +38,14 @@ def test_positions_are_added():
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("cast_input", [False, True])
-def test_table_and_sum_are_float32_whatever_the_policy(dtype, cast_input):
+@pytest.mark.parametrize("position", [SinusoidalPosition, LearnedPosition])
+def test_table_and_sum_are_float32_whatever_the_policy(position, dtype, cast_input):
     x = tf.constant(np.random.default_rng(0).normal(size=(2, 512, 8)), tf.float32)
-    layer = SinusoidalPosition(512, dtype=dtype)
+    layer = position(512, dtype=dtype)
     if cast_input:
         x = tf.cast(x, layer.compute_dtype)
     out = layer(x)
-    assert layer.table.dtype == np.float32
+    assert np.dtype(layer.table.dtype) == np.float32
     assert out.dtype == tf.float32
     assert layer(keras.Input((512, 8), dtype=x.dtype.name)).dtype == "float32"
     # Never rounded; a table in bfloat16 would be off by up to 1.9 at position 511.
