@@ -58,8 +58,8 @@ class TrainStep:
 
         Returns:
             (loss, gradient norm) as floats: the objective, in nats, averaged over the rows of all batches by their
-            class weights; the global norm of the gradients before clipping, not finite when float16 overflowed and the
-            step was skipped.
+            class weights, without what the balance of experts adds; the global norm of the gradients before clipping,
+            not finite when float16 overflowed and the step was skipped.
         """
         with np.errstate(over="ignore"):  # what is infinite here ends as a loss or weights that are not finite
             total = np.float32(sum(self.class_weights[labels].sum() for _, labels in batches))
@@ -111,7 +111,12 @@ class TrainStep:
         with tf.GradientTape() as tape:
             row_weights = tf.gather(self.class_weights, labels)
             loss = tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights) / total
-            objective = loss * scale
+            objective = loss
+            if self.training.load_balancing and self.model.losses:
+                # Of this part's own tokens; it counts by the share that its rows have in the step.
+                share = tf.reduce_sum(row_weights) / total
+                objective += self.training.load_balancing * share * tf.add_n(self.model.losses)
+            objective *= scale
         gradients = tape.gradient(objective, self.model.trainable_variables)
         # Dense: the norm of an embedding's slices would count a token once for every place where it stands.
         gradients = [tf.convert_to_tensor(g) for g in gradients]

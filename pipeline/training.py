@@ -123,7 +123,12 @@ class _Trainer:
         weights = class_weights(training.class_weights, self.labels, counts)
         with replicas.scope():
             self.model = build_classifier(
-                job.model, tokenizer.vocab_size, len(self.labels), seed=job.seed, dtype=training.precision
+                job.model,
+                tokenizer.vocab_size,
+                len(self.labels),
+                seed=job.seed,
+                dtype=training.precision,
+                recompute=training.recompute,
             )
             self.train_step = TrainStep(self.model, training, weights, replicas)
         self.predict = compile_predict(self.model)

@@ -6,7 +6,9 @@ size, F feed-forward size.
 """
 
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention
+from pipeline.layers.decoder import PreNormDecoderLayer
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
+from pipeline.layers.experts import MixtureOfExperts
 from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
@@ -17,9 +19,11 @@ __all__ = [
     "LearnedPosition",
     "MaskedMaxPooling",
     "MaskedMeanPooling",
+    "MixtureOfExperts",
     "MultiHeadAttention",
     "PositionwiseFeedForward",
     "PostNormEncoderLayer",
+    "PreNormDecoderLayer",
     "PreNormEncoderLayer",
     "RotaryPosition",
     "ScaledDotProductAttention",
