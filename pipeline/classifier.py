@@ -15,7 +15,7 @@ from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.normalization import LayerNorm
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
-from pipeline.layers.recompute import recompute
+from pipeline.layers.recompute import Recomputed
 from pipeline.seeds import derive_seed
 
 TOKEN_IDS_SPEC = tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)
@@ -188,6 +188,7 @@ class EncoderClassifier(keras.Model):
         for layer in (self.class_vector, self.position, *self.encoder_layers):
             if layer is not None:
                 layer.build(hidden_shape)
+        self._recomputed = [Recomputed(layer) for layer in self.encoder_layers]
         for layer in (self.head_norm, self.head):
             layer.build((None, self.d_model))
 
@@ -213,11 +214,8 @@ class EncoderClassifier(keras.Model):
         if self.position is not None:
             x = self.position(x)
         attend = padding_mask(token_valid)  # [B, 1, T']
-        for layer in self.encoder_layers:
-            if training and self._config["recompute"]:
-                x = recompute(layer, x, attend=attend, training=training)
-            else:
-                x = layer(x, attend=attend, training=training)
+        for layer in self._recomputed if training and self._config["recompute"] else self.encoder_layers:
+            x = layer(x, attend=attend, training=training)
         return x, token_valid
 
     def call(self, token_ids, training=None):

@@ -15,8 +15,10 @@ from pipeline.classifier import EncoderClassifier, build_classifier
 from pipeline.config import ModelConfig
 from pipeline.layers import (
     MaskedMeanPooling,
+    MixtureOfExperts,
     MultiHeadAttention,
     PositionwiseFeedForward,
+    PreNormDecoderLayer,
     PreNormEncoderLayer,
     ScaledDotProductAttention,
     SinusoidalPosition,
@@ -41,6 +43,11 @@ CASES = {
     ),
     "position": (lambda **k: SinusoidalPosition(LENGTH, **k), [((None, SIZE), "float32")]),
     "feed_forward": (lambda **k: PositionwiseFeedForward(12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "experts": (lambda **k: MixtureOfExperts(3, 2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "decoder": (
+        lambda **k: PreNormDecoderLayer(2, 12, 0.1, seed=5, **k),
+        [((None, SIZE), "float32"), ((4, 3), "float32")],
+    ),
     "encoder": (lambda **k: PreNormEncoderLayer(2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
     "norm": (lambda **k: LayerNorm(**k), [((None, SIZE), "float32")]),
     "dense": (
@@ -180,7 +187,7 @@ def test_dropout_masks_are_those_of_any_other_process(fresh_process):
             np.testing.assert_allclose(there[key], logits, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["multi_head", "feed_forward", "encoder"])
+@pytest.mark.parametrize("name", ["multi_head", "feed_forward", "experts", "decoder", "encoder"])
 def test_without_a_seed_every_layer_is_another(name):
     layer = CASES[name][0]()
     config = {**layer.get_config(), "seed": None}
