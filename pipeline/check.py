@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 
 import numpy as np
 import tensorflow as tf
@@ -65,9 +66,14 @@ class Subject:
 
     def build(self, model_config):
         """Returns the job's model, untrained, with the sizes of a `ModelConfig`."""
-        precision = self.config.training.precision
+        training = self.config.training
         return build_classifier(
-            model_config, self.report["vocab_size"], len(self.labels), seed=self.config.seed, dtype=precision
+            model_config,
+            self.report["vocab_size"],
+            len(self.labels),
+            seed=self.config.seed,
+            dtype=training.precision,
+            recompute=training.recompute,
         )
 
     @functools.cached_property
@@ -248,16 +254,19 @@ def check_gradients(subject):
     gradients = _gradients(model, token_ids, split.labels[rows], subject.config.training.precision)
     used = np.setdiff1d(token_ids, PAD_ID)
     missing, not_finite = [], []
-    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-        name = variable.path.partition("/")[2]  # without the model's
+    names = [variable.path.partition("/")[2] for variable in model.trainable_variables]  # without the model's
+    idle = _idle_experts(names, gradients)
+    for name, variable, gradient in zip(names, model.trainable_variables, gradients, strict=True):
         if gradient is None or not gradient.any():
             # The true gradient of a key's bias is 0: softmax does not see what is added to all keys.
-            missing += [] if name.endswith("attention/key/bias") else [name]
+            missing += [] if name.endswith("attention/key/bias") or _expert_of(name) in idle else [name]
         elif not np.isfinite(gradient).all():
             not_finite.append(name)
         elif _is_embedding(variable) and (without := int((~gradient[used].any(axis=1)).sum())):
             missing.append(f"{name} ({without} of the batch's {len(used)} tokens)")
     line = f"{len(gradients)} variables, {token_ids.shape[0]} rows of up to {token_ids.shape[1]} tokens, dropout as set"
+    if idle:
+        line += f"; {len(idle)} experts got none of these tokens"
     problems = []
     if missing:
         problems.append(f"no gradient reaches {_listed(missing)}: they will never learn; look for what cuts them off")
@@ -357,6 +366,24 @@ def _gradients(model, token_ids, labels, precision):
         return [None if g is None else tf.convert_to_tensor(g) for g in found]  # embeddings: dense [V, D]
 
     return [None if g is None else g.numpy() for g in gradients_of(tf.constant(token_ids), tf.constant(labels))]
+
+
+def _expert_of(name):
+    """Returns the path of the expert that a variable belongs to, "" where it belongs to none."""
+    match = re.match(r".*/expert_\d+(?=/)", name)
+    return match[0] if match else ""
+
+
+def _idle_experts(names, gradients):
+    """Returns the paths of experts without a token: no variable has a gradient, though the layer's other experts learn.
+
+    A zero gradient, that is. Where there is none at all, the expert is cut off.
+    """
+    experts = {_expert_of(name) for name in names} - {""}
+    arrived = zip(names, gradients, strict=True)
+    busy = {_expert_of(name) for name, gradient in arrived if gradient is None or gradient.any()} - {""}
+    layers = {expert.rpartition("/")[0] for expert in busy}
+    return {expert for expert in experts - busy if expert.rpartition("/")[0] in layers}
 
 
 def _is_embedding(variable):

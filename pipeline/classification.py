@@ -43,7 +43,12 @@ class Classification:
         weights = class_weights(training.class_weights, self._labels, counts)
         with replicas.scope():
             model = build_classifier(
-                job.model, self._tokenizer.vocab_size, len(self._labels), seed=job.seed, dtype=training.precision
+                job.model,
+                self._tokenizer.vocab_size,
+                len(self._labels),
+                seed=job.seed,
+                dtype=training.precision,
+                recompute=training.recompute,
             )
             if pretrained is not None:
                 model.copy_encoder(pretrained)  # now: averaged weights start with them too

@@ -12,10 +12,12 @@ from pipeline.layers.checks import check_token_ids
 from pipeline.layers.dense import Dense
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
+from pipeline.layers.experts import MixtureOfExperts
 from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.normalization import LayerNorm
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
+from pipeline.layers.recompute import Recomputed
 from pipeline.seeds import derive_seed
 
 TOKEN_IDS_SPEC = tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)
@@ -48,6 +50,8 @@ class EncoderClassifier(keras.Model):
         global_tokens: of "local_global", first tokens that see all and are seen by all.
         num_experts: of a mixture-of-experts feed-forward network; 0 = one network for all tokens.
         top_k: experts that each token goes to.
+        recompute: whether training computes each encoder layer again for its gradient instead of keeping its
+            activations; changes no result.
         seed: integer seed of initial values and dropout, or None for a random one.
         dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Under a mixed policy the matrix products of the
             encoder are in half precision, everything else is float32.
@@ -74,6 +78,7 @@ class EncoderClassifier(keras.Model):
         global_tokens=1,
         num_experts=0,
         top_k=2,
+        recompute=False,
         seed=None,
         **kwargs,
     ):
@@ -98,6 +103,7 @@ class EncoderClassifier(keras.Model):
             "global_tokens": global_tokens,
             "num_experts": num_experts,
             "top_k": top_k,
+            "recompute": recompute,
             "seed": seed,
         }
         self.seed = seed
@@ -171,7 +177,10 @@ class EncoderClassifier(keras.Model):
         config = self._config
         common = {"seed": seed, "activation": config["activation"], "dtype": self.dtype_policy, "name": "feed_forward"}
         if config["num_experts"]:
-            raise NotImplementedError("num_experts")
+            # With a weight of 1: how much balance counts is the training step's business.
+            return MixtureOfExperts(
+                config["num_experts"], config["top_k"], config["d_ff"], config["dropout"], load_balancing=1.0, **common
+            )
         return PositionwiseFeedForward(config["d_ff"], config["dropout"], **common)
 
     @property
@@ -192,6 +201,7 @@ class EncoderClassifier(keras.Model):
         for layer in (self.class_vector, self.position, *self.encoder_layers):
             if layer is not None:
                 layer.build(hidden_shape)
+        self._recomputed = [Recomputed(layer) for layer in self.encoder_layers]
         for layer in (self.head_norm, self.head):
             layer.build((None, self.d_model))
 
@@ -221,7 +231,7 @@ class EncoderClassifier(keras.Model):
         if self.position is not None:
             x = self.position(x)
         attend = padding_mask(token_valid)  # [B, 1, T']
-        for layer in self.encoder_layers:
+        for layer in self._recomputed if training and self._config["recompute"] else self.encoder_layers:
             x = layer(x, attend=attend, training=training)
         return x, token_valid
 
@@ -240,7 +250,7 @@ class EncoderClassifier(keras.Model):
         return {**super().get_config(), **self._config}
 
 
-def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="float32"):
+def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="float32", recompute=False):
     """Returns a built `EncoderClassifier` for the `[model]` section of a job.
 
     Args:
@@ -249,11 +259,12 @@ def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="fl
         num_classes: number of labels.
         seed: root seed of the initial values and of dropout, or None for a random one.
         dtype: Keras dtype policy.
+        recompute: `training.recompute` of a job; matters to training only.
     """
     sizes = model_config.model_dump()
     # A fixed name: Keras would count the models that the process has built.
     name, seed = "encoder_classifier", derive_seed(seed, "model")
-    model = EncoderClassifier(vocab_size, num_classes, **sizes, seed=seed, dtype=dtype, name=name)
+    model = EncoderClassifier(vocab_size, num_classes, **sizes, recompute=recompute, seed=seed, dtype=dtype, name=name)
     model.build()
     return model
 

@@ -67,7 +67,8 @@ class MaskedTokenStep(TrainStep):
 
     def _weighted_loss(self, token_ids, targets, counts):
         logits = self.model(token_ids, counts, training=True)
-        return tf.reduce_sum(_cross_entropies(logits, targets, counts))
+        weight = tf.reduce_sum(tf.cast(counts, tf.float32))
+        return tf.reduce_sum(_cross_entropies(logits, targets, counts)), weight
 
 
 def compile_measure(model):

@@ -46,7 +46,12 @@ class Pretraining:
         num_labels = len(dataset.load_labels(data_dir))
         with replicas.scope():
             self.encoder = build_classifier(
-                job.model, tokenizer.vocab_size, num_labels, seed=job.seed, dtype=self.training.precision
+                job.model,
+                tokenizer.vocab_size,
+                num_labels,
+                seed=job.seed,
+                dtype=self.training.precision,
+                recompute=self.training.recompute,
             )
             model = MaskedTokenModel(self.encoder, name="masked_token_model")
             self.train_step = MaskedTokenStep(model, self.training, replicas)

@@ -59,8 +59,8 @@ class TrainStep:
 
         Returns:
             (loss, gradient norm) as floats: the objective, in nats, averaged over the rows of all batches by their
-            class weights; the global norm of the gradients before clipping, not finite when float16 overflowed and the
-            step was skipped.
+            class weights, without what the balance of experts adds; the global norm of the gradients before clipping,
+            not finite when float16 overflowed and the step was skipped.
         """
         with np.errstate(over="ignore"):  # what is infinite here ends as a loss or weights that are not finite
             total = np.float32(sum(self._weight(*batch) for batch in batches) or 1.0)
@@ -110,8 +110,13 @@ class TrainStep:
         batch = [self.replicas.share(rows) for rows in batch]
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         with tf.GradientTape() as tape:
-            loss = self._weighted_loss(*batch) / total
-            objective = loss * scale
+            loss, weight = self._weighted_loss(*batch)
+            loss, share = loss / total, weight / total
+            objective = loss
+            if self.training.load_balancing and self.model.losses:
+                # Of this part's own tokens; it counts by the share that its rows have in the step.
+                objective += self.training.load_balancing * share * tf.add_n(self.model.losses)
+            objective *= scale
         gradients = tape.gradient(objective, self.model.trainable_variables)
         # Dense: the norm of an embedding's slices would count a token once for every place where it stands.
         gradients = [tf.convert_to_tensor(g) for g in gradients]
@@ -122,9 +127,9 @@ class TrainStep:
         return self.class_weights[labels].sum()
 
     def _weighted_loss(self, token_ids, labels):
-        """Returns the objective of these rows, summed by how much each counts: float32 scalar."""
+        """Returns (the objective of these rows, summed by how much each counts; how much they count): float32 scalars."""
         row_weights = tf.gather(self.class_weights, labels)
-        return tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights)
+        return tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights), tf.reduce_sum(row_weights)
 
     def _row_losses(self, token_ids, labels):
         """Returns the objective of every row: float32 [B]."""

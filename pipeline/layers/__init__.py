@@ -16,7 +16,9 @@ by those that do. Padding never counts, so what stands there reaches neither the
 """
 
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention
+from pipeline.layers.decoder import PreNormDecoderLayer
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
+from pipeline.layers.experts import MixtureOfExperts
 from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
@@ -27,9 +29,11 @@ __all__ = [
     "LearnedPosition",
     "MaskedMaxPooling",
     "MaskedMeanPooling",
+    "MixtureOfExperts",
     "MultiHeadAttention",
     "PositionwiseFeedForward",
     "PostNormEncoderLayer",
+    "PreNormDecoderLayer",
     "PreNormEncoderLayer",
     "RotaryPosition",
     "ScaledDotProductAttention",

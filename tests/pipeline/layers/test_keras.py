@@ -19,9 +19,11 @@ from pipeline.layers import (
     LearnedPosition,
     MaskedMaxPooling,
     MaskedMeanPooling,
+    MixtureOfExperts,
     MultiHeadAttention,
     PositionwiseFeedForward,
     PostNormEncoderLayer,
+    PreNormDecoderLayer,
     PreNormEncoderLayer,
     RotaryPosition,
     ScaledDotProductAttention,
@@ -84,6 +86,11 @@ CASES = {
     "first_pooling": (lambda **k: FirstPooling(**k), [((None, SIZE), "float32"), ((None,), "bool")]),
     "position": (lambda **k: SinusoidalPosition(LENGTH, **k), [((None, SIZE), "float32")]),
     "feed_forward": (lambda **k: PositionwiseFeedForward(12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "experts": (lambda **k: MixtureOfExperts(3, 2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "decoder": (
+        lambda **k: PreNormDecoderLayer(2, 12, 0.1, seed=5, **k),
+        [((None, SIZE), "float32"), ((4, 3), "float32")],
+    ),
     "encoder": (lambda **k: PreNormEncoderLayer(2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
     "norm": (lambda **k: LayerNorm(**k), [((None, SIZE), "float32")]),
     "dense": (
@@ -251,7 +258,7 @@ def test_dropout_masks_are_those_of_any_other_process(fresh_process):
             np.testing.assert_allclose(there[key], logits, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["multi_head", "feed_forward", "encoder"])
+@pytest.mark.parametrize("name", ["multi_head", "feed_forward", "experts", "decoder", "encoder"])
 def test_without_a_seed_every_layer_is_another(name):
     layer = CASES[name][0]()
     config = {**layer.get_config(), "seed": None}
