@@ -10,8 +10,9 @@ _FLOAT, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 # What float32 values are clamped to: the mask's -1e30 would become -inf, and a text without tokens NaN. Beside a real
 # score, -1e4 still has weight 0.
 _LARGEST = 1e4
-# Sums over all tokens, which leave the range of float16 or lose their last bits.
-_FLOAT32_OPERATORS = ["ReduceSum", "Max", "Div"]
+# Sums over all tokens, which leave the range of float16 or lose their last bits; and that over experts, for which
+# ONNX Runtime has no float16 kernel on a CPU.
+_FLOAT32_OPERATORS = ["ReduceSum", "Max", "Div", "ScatterND"]
 
 
 def convert_float16(source, target):

@@ -70,11 +70,12 @@ def expected_counts(precision, model):
     attentions = layers if precision == "ort" else 0
     # Queries, keys and values come from one product, or from three; of the operator Attention it is a part.
     projections = 1 if _is_packed(model) else 3
-    feed_forward = 3 if model.activation == "swiglu" else 2
+    networks = model.num_experts or 1
+    feed_forward = networks * (3 if model.activation == "swiglu" else 2) + (1 if model.num_experts else 0)
     products = layers * (projections + 1 + feed_forward) + 1 - attentions
     return {
         "LayerNormalization": 2 * layers + 1,
-        "Gelu": layers if model.activation == "gelu" else 0,
+        "Gelu": layers * networks if model.activation == "gelu" else 0,
         "Attention": attentions,
         "weight_products": products,
         "int8_products": products if precision == "int8" else 0,

@@ -25,6 +25,8 @@ OPTIONS = {
     "swiglu": {"activation": "swiglu"},
     "grouped": {"num_kv_heads": 2},
     "multi_query": {"num_kv_heads": 1},
+    "experts": {"num_experts": 4, "top_k": 2},
+    "all_experts": {"num_experts": 2, "top_k": 2, "activation": "relu"},
     "together": {
         "position": "rope",
         "pooling": "cls",
@@ -155,7 +157,21 @@ def _rotated(x):
     return turned
 
 
-def _feed_forward(config, w, x, name="feed_forward"):
+def _feed_forward(config, w, x):
+    if not config.num_experts:
+        return _network(config, w, x, "feed_forward")
+    scores = _dense(w, "feed_forward/router", x)
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    weights = p
+    if config.top_k < config.num_experts:
+        largest = -np.sort(-p, axis=1)[:, : config.top_k + 1]
+        weights = np.maximum(p - largest[:, -1:], 0) / largest[:, :-1].sum(axis=1, keepdims=True)
+    networks = [_network(config, w, x, f"feed_forward/expert_{i}") for i in range(config.num_experts)]
+    return sum(weights[:, i : i + 1] * network for i, network in enumerate(networks))
+
+
+def _network(config, w, x, name):
     hidden = _dense(w, f"{name}/hidden", x)
     if config.activation == "relu":
         hidden = np.maximum(hidden, 0)
