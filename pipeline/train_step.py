@@ -127,7 +127,7 @@ class TrainStep:
         return self.class_weights[labels].sum()
 
     def _weighted_loss(self, token_ids, labels):
-        """Returns (the objective of these rows, summed by how much each counts; how much they count), float32 scalars."""
+        """Returns (the sum of the objectives of these rows by how much each counts, how much they count): scalars."""
         row_weights = tf.gather(self.class_weights, labels)
         return tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights), tf.reduce_sum(row_weights)
 
