@@ -7,15 +7,20 @@ import tensorflow as tf
 
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
+from pipeline.layers.chunked_attention import ChunkedAttention
 from pipeline.layers.dense import Dense
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
 from pipeline.layers.feed_forward import PositionwiseFeedForward
+from pipeline.layers.linear_attention import LinearAttention
+from pipeline.layers.local_attention import LocalAttention
 from pipeline.layers.normalization import LayerNorm
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 from pipeline.seeds import derive_seed
 
+# Up to here attention in one piece is faster and its matrices fit beside the rest: see benchmarks/NOTES.md.
+CHUNKED_ABOVE = 1024
 TOKEN_IDS_SPEC = tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)
 
 
@@ -46,6 +51,8 @@ class EncoderClassifier(keras.Model):
         global_tokens: of "local_global", first tokens that see all and are seen by all.
         num_experts: of a mixture-of-experts feed-forward network; 0 = one network for all tokens.
         top_k: experts that each token goes to.
+        chunked_above: "full" attention is computed in chunks, with memory that grows with the length, where
+            `max_length` is above; in one piece elsewhere. The results and the weights are the same.
         seed: integer seed of initial values and dropout, or None for a random one.
         dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Under a mixed policy the matrix products of the
             encoder are in half precision, everything else is float32.
@@ -72,6 +79,7 @@ class EncoderClassifier(keras.Model):
         global_tokens=1,
         num_experts=0,
         top_k=2,
+        chunked_above=CHUNKED_ABOVE,
         seed=None,
         **kwargs,
     ):
@@ -96,6 +104,7 @@ class EncoderClassifier(keras.Model):
             "global_tokens": global_tokens,
             "num_experts": num_experts,
             "top_k": top_k,
+            "chunked_above": chunked_above,
             "seed": seed,
         }
         self.seed = seed
@@ -161,9 +170,13 @@ class EncoderClassifier(keras.Model):
     def _attention_core(self, seed):
         config = self._config
         common = {"alibi": config["position"] == "alibi", "dtype": self.dtype_policy, "name": "attention"}
+        if config["attention"] == "linear":
+            return LinearAttention(dtype=common["dtype"], name=common["name"])
         if config["attention"] == "full":
-            return ScaledDotProductAttention(config["dropout"], seed=seed, **common)
-        raise NotImplementedError(config["attention"])
+            core = ChunkedAttention if config["max_length"] > config["chunked_above"] else ScaledDotProductAttention
+            return core(config["dropout"], seed=seed, **common)
+        num_global = config["global_tokens"] if config["attention"] == "local_global" else 0
+        return LocalAttention(config["window"], num_global, config["dropout"], seed=seed, **common)
 
     def _feed_forward(self, seed):
         config = self._config

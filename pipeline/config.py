@@ -88,7 +88,7 @@ class ModelConfig(_Section):
     norm: Literal["pre", "post"] = "pre"
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"
     num_kv_heads: Count = 0  # heads of keys and values, each shared by several of queries; 0: num_heads
-    attention: Literal["full", "local", "local_global", "linear"] = "full"
+    attention: Literal["full", "local", "local_global", "linear"] = "full"  # full: in chunks if max_length > 1024
     window: Positive = 64  # of local attention: tokens on each side
     global_tokens: Positive = 1  # of local_global: first tokens that see all and are seen by all
     num_experts: Count = 0  # of a mixture-of-experts feed-forward network; 0: one network for all tokens

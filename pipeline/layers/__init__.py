@@ -6,15 +6,21 @@ size, F feed-forward size.
 """
 
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention
+from pipeline.layers.chunked_attention import ChunkedAttention
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
 from pipeline.layers.feed_forward import PositionwiseFeedForward
+from pipeline.layers.linear_attention import LinearAttention
+from pipeline.layers.local_attention import LocalAttention
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 
 __all__ = [
+    "ChunkedAttention",
     "ClassVector",
     "FirstPooling",
     "LearnedPosition",
+    "LinearAttention",
+    "LocalAttention",
     "MaskedMaxPooling",
     "MaskedMeanPooling",
     "MultiHeadAttention",
