@@ -14,9 +14,9 @@ class LinearAttention(keras.layers.Layer):
     """phi(Q) (phi(K)^T V), each row divided by phi(Q) sum(phi(K)); phi(x) = elu(x) + 1.
 
     Katharopoulos et al. 2020, "Transformers are RNNs", section 3.2, without the causal order. It replaces softmax's
-    exp(q . k) by phi(q) . phi(k), so that the keys are summed up once, in an H x H matrix, for all queries. All of it is
-    float32 whatever the policy: the sums over a long text would overflow float16. There are no attention weights, hence
-    none to return and no dropout on them.
+    exp(q . k) by phi(q) . phi(k), so that the keys are summed up once, in an H x H matrix, for all queries. All of it
+    is float32 whatever the policy: the sums over a long text would overflow float16. There are no attention weights,
+    hence none to return and no dropout on them.
     """
 
     def call(self, query, key, value, attend=None, training=None):

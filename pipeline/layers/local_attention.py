@@ -11,10 +11,10 @@ from pipeline.layers.position import alibi
 
 @keras.saving.register_keras_serializable(package="pipeline")
 class LocalAttention(keras.layers.Layer):
-    """Each query attends to the keys at most `window` positions away, and to the first `num_global`, which attend to all.
+    """Each query attends to keys at most `window` positions away and to the first `num_global`, which attend to all.
 
     Beltagy et al. 2020 ("Longformer"), section 3.1; in blocks as Zaheer et al. 2020 ("BigBird"), appendix D: a block of
-    `window` queries against the same block of keys and its two neighbours, so that time and memory grow with T * window.
+    `window` queries against the same block of keys and its two neighbours: time and memory grow with T * window.
     Softmax and dropout are float32 whatever the policy. Self-attention only: S = T. Attention weights aren't returned.
 
     Args:
@@ -116,7 +116,8 @@ class LocalAttention(keras.layers.Layer):
             scores = scores + alibi(query_positions, key_positions, query.shape[1])
         weights = self.weight_dropout(ops.softmax(scores, axis=-1), training=training)
         context = tf.matmul(ops.cast(weights, self.compute_dtype), value)
-        return context * ops.cast(ops.any(attend, axis=-1, keepdims=True), self.compute_dtype)
+        has_key = ops.expand_dims(ops.any(attend, axis=-1), -1)  # [B, 1, ..., 1 | T, 1]
+        return context * ops.cast(has_key, self.compute_dtype)
 
     def compute_output_shape(self, query_shape, key_shape=None, value_shape=None, attend_shape=None):
         return query_shape
