@@ -13,7 +13,6 @@ from export.saved_model import classify_function
 from pipeline.contract import LOGITS, PAD_ID, PROBABILITIES, TOKEN_IDS
 from pipeline.errors import VerificationError
 
-LONG = 1024
 # tf2onnx 1.17 knows operator sets up to 18; onnx itself converts from there.
 _TF2ONNX_OPSET = 18
 _IR_VERSION = 9  # the first that goes with operator set 20
@@ -40,10 +39,23 @@ def convert(model, opset, metadata):
     Raises:
         VerificationError: an operation has no ONNX form; names it.
     """
-    proto = _from_tensorflow(model)
+    in_one_piece = _in_one_piece(model)
+    proto = _from_tensorflow(in_one_piece)
     proto = onnx.version_converter.convert_version(proto, opset)
-    fuse(proto.graph, model.embedding.input_dim, in_blocks=model.get_config()["max_length"] > LONG)
+    fuse(proto.graph, model.embedding.input_dim, in_blocks=in_one_piece is not model)
     return _finish(proto, opset, metadata)
+
+
+def _in_one_piece(model):
+    """Returns the model, or a copy whose attention does not loop over chunks of keys: `fuse` writes a loop of its own."""
+    config = model.get_config()
+    if not model.is_chunked:
+        return model
+    copy = type(model).from_config({**config, "chunked_above": config["max_length"]})
+    copy.build()
+    for ours, theirs in zip(copy.weights, model.weights, strict=True):
+        ours.assign(theirs)
+    return copy
 
 
 def _from_tensorflow(model):

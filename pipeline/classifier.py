@@ -6,14 +6,18 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from pipeline.config import CHUNKED_ABOVE
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
 from pipeline.layers.checks import check_token_ids
+from pipeline.layers.chunked_attention import ChunkedAttention
 from pipeline.layers.dense import Dense
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
 from pipeline.layers.experts import MixtureOfExperts
 from pipeline.layers.feed_forward import PositionwiseFeedForward
+from pipeline.layers.linear_attention import LinearAttention
+from pipeline.layers.local_attention import LocalAttention
 from pipeline.layers.normalization import LayerNorm
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
@@ -52,6 +56,8 @@ class EncoderClassifier(keras.Model):
         top_k: experts that each token goes to.
         recompute: whether training computes each encoder layer again for its gradient instead of keeping its
             activations; changes no result.
+        chunked_above: "full" attention is computed in chunks, with memory that grows with the length, where
+            `max_length` is above; in one piece elsewhere. The results and the weights are the same.
         seed: integer seed of initial values and dropout, or None for a random one.
         dtype: Keras dtype policy, e.g. "float32" or "mixed_bfloat16". Under a mixed policy the matrix products of the
             encoder are in half precision, everything else is float32.
@@ -79,6 +85,7 @@ class EncoderClassifier(keras.Model):
         num_experts=0,
         top_k=2,
         recompute=False,
+        chunked_above=CHUNKED_ABOVE,
         seed=None,
         **kwargs,
     ):
@@ -104,6 +111,7 @@ class EncoderClassifier(keras.Model):
             "num_experts": num_experts,
             "top_k": top_k,
             "recompute": recompute,
+            "chunked_above": chunked_above,
             "seed": seed,
         }
         self.seed = seed
@@ -169,9 +177,18 @@ class EncoderClassifier(keras.Model):
     def _attention_core(self, seed):
         config = self._config
         common = {"alibi": config["position"] == "alibi", "dtype": self.dtype_policy, "name": "attention"}
+        if config["attention"] == "linear":
+            return LinearAttention(dtype=common["dtype"], name=common["name"])
         if config["attention"] == "full":
-            return ScaledDotProductAttention(config["dropout"], seed=seed, **common)
-        raise NotImplementedError(config["attention"])
+            core = ChunkedAttention if self.is_chunked else ScaledDotProductAttention
+            return core(config["dropout"], seed=seed, **common)
+        num_global = config["global_tokens"] if config["attention"] == "local_global" else 0
+        return LocalAttention(config["window"], num_global, config["dropout"], seed=seed, **common)
+
+    @property
+    def is_chunked(self):
+        """True when attention is full and computed in chunks of keys."""
+        return self._config["attention"] == "full" and self._config["max_length"] > self._config["chunked_above"]
 
     def _feed_forward(self, seed):
         config = self._config

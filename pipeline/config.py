@@ -13,6 +13,10 @@ from pydantic import Field
 from pipeline.contract import JOB_NAME
 from pipeline.errors import JobError
 
+# Longest `model.max_length` whose full attention is computed in one piece: up to there that is faster, and its matrices
+# fit beside the rest (benchmarks/NOTES.md). Above, in chunks, with memory that grows with the length.
+CHUNKED_ABOVE = 1024
+
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -125,6 +129,12 @@ class ModelConfig(_Section):
             )
         return self
 
+    @property
+    def has_plain_attention(self):
+        """True when it is scores, softmax and nothing else: what ONNX Runtime's own attention operator computes."""
+        with_scores_alone = self.attention == "full" and self.position not in ("rope", "alibi")
+        return with_scores_alone and self.num_kv_heads in (0, self.num_heads)
+
 
 class TrainingConfig(_Section):
     epochs: Annotated[int, Field(ge=1, le=1000)] = 10
@@ -224,14 +234,13 @@ class JobConfig(_Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self):
-        # What ONNX Runtime's own attention operator computes.
         model = self.model
-        plain = model.attention == "full" and model.position not in ("rope", "alibi")
-        if "ort" in self.export.precisions and not (plain and model.num_kv_heads in (0, model.num_heads)):
+        if "ort" in self.export.precisions and not (model.has_plain_attention and model.max_length <= CHUNKED_ABOVE):
             raise ValueError(
-                'export.precisions may hold "ort" only with model.attention = "full", model.num_kv_heads = 0 and '
-                f"another model.position than rope and alibi: leave it out. Received: attention={model.attention!r}, "
-                f"num_kv_heads={model.num_kv_heads}, position={model.position!r}"
+                'export.precisions may hold "ort" only with model.attention = "full", model.num_kv_heads = 0, another '
+                f"model.position than rope and alibi, and model.max_length <= {CHUNKED_ABOVE}: leave it out. Received: "
+                f"attention={model.attention!r}, num_kv_heads={model.num_kv_heads}, position={model.position!r}, "
+                f"max_length={model.max_length}"
             )
         return self
 

@@ -27,12 +27,19 @@ OPTIONS = {
     "multi_query": {"num_kv_heads": 1},
     "experts": {"num_experts": 4, "top_k": 2},
     "all_experts": {"num_experts": 2, "top_k": 2, "activation": "relu"},
+    "local": {"attention": "local", "window": 3},
+    "local_global": {"attention": "local_global", "window": 2, "global_tokens": 2},
+    "local_alibi": {"attention": "local_global", "window": 3, "position": "alibi", "pooling": "cls"},
+    "linear": {"attention": "linear"},
     "together": {
         "position": "rope",
         "pooling": "cls",
         "norm": "post",
         "activation": "swiglu",
         "num_kv_heads": 2,
+        "attention": "local_global",
+        "window": 2,
+        "num_experts": 3,
     },
 }
 

@@ -16,17 +16,23 @@ by those that do. Padding never counts, so what stands there reaches neither the
 """
 
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention
+from pipeline.layers.chunked_attention import ChunkedAttention
 from pipeline.layers.decoder import PreNormDecoderLayer
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
 from pipeline.layers.experts import MixtureOfExperts
 from pipeline.layers.feed_forward import PositionwiseFeedForward
+from pipeline.layers.linear_attention import LinearAttention
+from pipeline.layers.local_attention import LocalAttention
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 
 __all__ = [
+    "ChunkedAttention",
     "ClassVector",
     "FirstPooling",
     "LearnedPosition",
+    "LinearAttention",
+    "LocalAttention",
     "MaskedMaxPooling",
     "MaskedMeanPooling",
     "MixtureOfExperts",

@@ -1,5 +1,6 @@
 """Scaled dot-product and multi-head attention (Vaswani et al. 2017, section 3.2), with a boolean mask."""
 
+import inspect
 import math
 
 import keras
@@ -195,11 +196,11 @@ class MultiHeadAttention(keras.layers.Layer):
             training: True drops weights.
             return_weights: also return the attention weights.
 
-        Raises:
-            ValueError: a rank, a dtype or a mask's shape does not fit.
-
         Returns:
             float [B, T, d_model]; with `return_weights` the pair (output, weights [B, N, T, S]).
+
+        Raises:
+            ValueError: a rank, a dtype or a mask's shape does not fit, or `return_weights` with a core that forms none.
         """
         source = query if source is None else source
         check_vectors("query", query)
@@ -209,13 +210,21 @@ class MultiHeadAttention(keras.layers.Layer):
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
         key, value = self._shared(key), self._shared(value)
-        asked = {"return_weights": True} if return_weights else {}  # not every core forms weights
+        self._check_weights(return_weights)
+        asked = {"return_weights": True} if return_weights else {}
         heads = self.core(query, key, value, attend=attend, training=training, **asked)
         context, weights = heads if return_weights else (heads, None)
         context = ops.transpose(context, (0, 2, 1, 3))  # [B, T, N, H]
         batch, length = ops.shape(context)[:2]
         output = self.output_projection(ops.reshape(context, (batch, length, self.d_model)))
         return (output, weights) if return_weights else output
+
+    def _check_weights(self, return_weights):
+        if return_weights and "return_weights" not in inspect.signature(self.core.call).parameters:
+            raise ValueError(
+                "return_weights needs a core that forms them, ScaledDotProductAttention: "
+                f"leave core out. Received: core={type(self.core).__name__}"
+            )
 
     def _split(self, x):
         batch, length = ops.shape(x)[:2]
@@ -232,6 +241,7 @@ class MultiHeadAttention(keras.layers.Layer):
         return (*query_shape[:-1], self.d_model)
 
     def compute_output_spec(self, query, source=None, attend=None, training=None, return_weights=False):
+        self._check_weights(return_weights)
         batch, length = query.shape[:2]
         keys = length if source is None else source.shape[1]
         output = keras.KerasTensor((batch, length, self.d_model), self.compute_dtype)

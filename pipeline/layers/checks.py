@@ -49,6 +49,15 @@ def check_attend(attend, query, key):
         )
 
 
+def check_key_mask(attend, query, key):
+    """Refuses a mask that is not the same for every query, bool [B, 1, S]; None is no mask."""
+    if attend is None:
+        return
+    check_attend(attend, query, key)
+    if attend.shape[1] != 1:
+        raise ValueError(f"attend must be the same for every query: [B, 1, S]. Received: {_described(attend)}")
+
+
 def check_length(length, max_length):
     """Refuses a length beyond the table; None is one that is not known yet."""
     if length is not None and length > max_length:

@@ -46,12 +46,17 @@ class Dropout(keras.layers.Layer):
         """Maps float [...] to float [...] of the same shape; without `training` nothing changes."""
         if not training or self.rate == 0.0:
             return x
-        seed = tf.cast(self.seed_generator.next(), tf.int32)  # [2]
-        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
-            seed = tf.random.fold_in(seed, tf.distribute.get_replica_context().replica_id_in_sync_group)
+        seed = self.next_seed()
         if tf.config.list_physical_devices("GPU"):
             return tf.nn.experimental.stateless_dropout(x, self.rate, seed)
         return x * tf.cast(_mask(tf.shape(x), self.rate, seed), x.dtype)
+
+    def next_seed(self):
+        """Returns the seed of the next mask, int32 [2]; another one on each replica."""
+        seed = tf.cast(self.seed_generator.next(), tf.int32)
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            seed = tf.random.fold_in(seed, tf.distribute.get_replica_context().replica_id_in_sync_group)
+        return seed
 
     def compute_output_shape(self, x_shape):
         return x_shape
@@ -60,8 +65,14 @@ class Dropout(keras.layers.Layer):
         return {**super().get_config(), "rate": self.rate, "seed": self.seed}
 
 
+def dropout_mask(shape, rate, seed):
+    """Returns float32 values of `shape`, each 0 or 1 / (1 - rate): the same ones for the same seed, int32 [2]."""
+    if tf.config.list_physical_devices("GPU"):
+        return tf.nn.experimental.stateless_dropout(tf.ones(shape), rate, seed)
+    return _mask(shape, rate, seed)
+
+
 def _mask(shape, rate, seed):
-    """Returns float32 values of `shape`, each 0 or 1 / (1 - rate)."""
     count = tf.reduce_prod(shape)
     rows = (count + _ROW - 1) // _ROW
     window = _WINDOW // _ROW  # in rows

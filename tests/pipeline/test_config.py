@@ -260,6 +260,7 @@ def test_values_out_of_range(refuse, override, received):
         (["model.num_kv_heads=2", "export.precisions=['float32', 'ort']"], "num_kv_heads=2"),
         (["model.position=alibi", "export.precisions=['float32', 'ort']"], "position='alibi'"),
         (["model.attention=local", "export.precisions=['float32', 'ort']"], "attention='local'"),
+        (["model.max_length=1025", "export.precisions=['float32', 'ort']"], "max_length=1025"),
     ],
 )
 def test_options_that_do_not_go_together(refuse, overrides, received):

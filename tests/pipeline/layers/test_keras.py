@@ -15,8 +15,11 @@ import tensorflow as tf
 from pipeline.classifier import EncoderClassifier, build_classifier
 from pipeline.config import ModelConfig
 from pipeline.layers import (
+    ChunkedAttention,
     FirstPooling,
     LearnedPosition,
+    LinearAttention,
+    LocalAttention,
     MaskedMaxPooling,
     MaskedMeanPooling,
     MixtureOfExperts,
@@ -41,6 +44,22 @@ CASES = {
     "attention": (
         lambda **k: ScaledDotProductAttention(0.1, seed=5, **k),
         [((2, None, 4), "float32")] * 3 + [((1, None), "bool")],
+    ),
+    "chunked_attention": (
+        lambda **k: ChunkedAttention(0.1, seed=5, alibi=True, chunk=4, **k),
+        [((2, None, 4), "float32")] * 3 + [((1, None), "bool")],
+    ),
+    "local_attention": (
+        lambda **k: LocalAttention(2, 1, 0.1, seed=5, alibi=True, **k),
+        [((2, None, 4), "float32")] * 3 + [((1, None), "bool")],
+    ),
+    "linear_attention": (
+        lambda **k: LinearAttention(**k),
+        [((2, None, 4), "float32")] * 3 + [((1, None), "bool")],
+    ),
+    "multi_head_core": (
+        lambda **k: MultiHeadAttention(SIZE, 2, seed=5, core=LocalAttention(2, 1, 0.1, seed=5), **k),
+        [((None, SIZE), "float32")],
     ),
     "multi_head": (lambda **k: MultiHeadAttention(SIZE, 2, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
     "cross": (
