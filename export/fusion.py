@@ -79,8 +79,13 @@ def expected_counts(precision, model):
         "Attention": attentions,
         "weight_products": products,
         "int8_products": products if precision == "int8" else 0,
-        "activation_products": 2 * (layers - attentions),
+        "activation_products": _ACTIVATION_PRODUCTS[model.attention] * (layers - attentions),
     }
+
+
+# Products of two activations in a layer: scores and contexts; of global tokens once more; of linear attention the sums
+# of keys times values, those of keys, and what the queries make of both.
+_ACTIVATION_PRODUCTS = {"full": 2, "local": 2, "local_global": 4, "linear": 3}
 
 
 def _is_packed(model):

@@ -47,7 +47,7 @@ def convert(model, opset, metadata):
 
 
 def _in_one_piece(model):
-    """Returns the model, or a copy whose attention does not loop over chunks of keys: `fuse` writes a loop of its own."""
+    """Returns the model, or a copy whose attention does not loop over chunks of keys: `fuse` writes its own loop."""
     config = model.get_config()
     if not model.is_chunked:
         return model

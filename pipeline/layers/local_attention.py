@@ -87,28 +87,32 @@ class LocalAttention(keras.layers.Layer):
         distance = ops.abs(query_positions[:, :, None] - key_positions[:, None])
         is_near = (distance <= self.window) & (key_positions >= self.num_global)[:, None]  # [count, size, 3 * size]
         near = _with_neighbours(_blocks(attend, count, size))[:, :, :, None] & is_near
-        first = attend[:, :, None, None, : self.num_global]  # [B, 1, 1, 1, g]
-        first = ops.broadcast_to(first, (*ops.shape(near)[:4], ops.shape(first)[-1]))
 
         def keys(x):
             """The keys that a block of queries sees: [B, N, T, H] -> [B, N, count, g + 3 * size, H]."""
-            near = _with_neighbours(_blocks(x, count, size))
-            first = x[:, :, None, : self.num_global]
-            batch, heads, _, g, width = ops.shape(first)
-            return ops.concatenate([ops.broadcast_to(first, (batch, heads, count, g, width)), near], axis=3)
+            return self._behind_first(x[:, :, None], _with_neighbours(_blocks(x, count, size)), axis=3)
 
-        first_positions = ops.broadcast_to(ops.arange(length)[: self.num_global], (count, ops.shape(first)[-1]))
         context = self._attend(
             _blocks(query, count, size),
             keys(key),
             keys(value),
-            ops.concatenate([first, near], axis=-1),
+            self._behind_first(attend[:, :, None, None], near, axis=4),
             query_positions,
-            ops.concatenate([first_positions, key_positions], axis=-1),
+            self._behind_first(ops.arange(length)[None], key_positions, axis=1),
             training,
         )  # [B, N, count, size, H]
         batch, heads, _, width = ops.shape(query)
-        return ops.reshape(context, (batch, heads, count * size, width))[:, :, :length]
+        context = ops.reshape(context, (batch, heads, count * size, width))
+        # Not [:, :, :length]: tf2onnx compares that with a bound that float16 cannot hold.
+        return tf.slice(context, [0, 0, 0, 0], (batch, heads, length, width))
+
+    def _behind_first(self, x, blocks, axis):
+        """Puts the first `num_global` of x along `axis` in front of the blocks; its axes of size 1 become theirs."""
+        if self.num_global == 0:  # no tensors without elements: ONNX Runtime fails on some in float16
+            return blocks
+        first = x[(slice(None),) * axis + (slice(self.num_global),)]
+        shape, rest = ops.shape(blocks), ops.shape(first)[axis:]
+        return ops.concatenate([ops.broadcast_to(first, (*shape[:axis], *rest)), blocks], axis=axis)
 
     def _attend(self, query, key, value, attend, query_positions, key_positions, training):
         """As `ScaledDotProductAttention`: float [B, N, ..., T, H] under a mask bool [B, 1, ..., 1 | T, S]."""

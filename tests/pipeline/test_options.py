@@ -89,7 +89,9 @@ def test_gradients_are_finite_and_reach_every_weight(name, policy):
     ):
         gradient = tf.convert_to_tensor(gradient).numpy()
         assert np.isfinite(gradient).all(), weight.path
-        assert gradient.any() or weight.path.endswith("key/bias"), weight.path
+        # An expert may get none of so few tokens.
+        may_be_zero = weight.path.endswith("key/bias") or name == "together" and "/expert_" in weight.path
+        assert gradient.any() or may_be_zero, weight.path
 
 
 @every_option
