@@ -96,6 +96,14 @@ def test_without_a_masked_position_the_loss_is_zero(precision):
     assert_all_close([v.numpy() for v in step.model.weights], before, atol=1e-4, rtol=0)  # decay alone
 
 
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision_is_near_float32(precision):
+    sizes = SIZES.model_copy(update={"pooling": "cls", "position": "learned"})
+    half = make(sizes, precision=precision)
+    assert half.model(TOKEN_IDS, COUNTS).dtype == tf.float32
+    assert half([BATCH], 1e-3)[0] == pytest.approx(make(sizes)([BATCH], 1e-3)[0], rel=2e-2)
+
+
 def test_accumulated_batches_weigh_by_their_masked_positions():
     several, one = make(accumulate_batches=3), make()
     parts = [tuple(array[rows] for array in BATCH) for rows in ([0], [2], [1, 3])]
