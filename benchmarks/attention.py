@@ -27,7 +27,7 @@ WINDOW, GLOBAL = 64, 1
 LARGEST = 4 << 30  # bytes
 KINDS = ("keras", "full", "chunked", "local", "local_global", "linear")
 # Pass -> float32 [N, T, T] that the dense kinds hold at once; "backward" is forward and backward.
-PASSES = {"forward": 2, "backward": 4}
+PASSES = {"forward": 3, "backward": 5}
 
 
 def main():
