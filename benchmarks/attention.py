@@ -5,8 +5,8 @@
 
 One text of T tokens that is padded at its end, d_model 256, 8 heads, no dropout; forward, and forward with gradients of
 weights and input. Contenders take turns and are compared with a dense computation before anything is timed (linear:
-with its own formula). Peak memory is measured in a process for each case: how much the peak of its resident memory
-grows by the first run at this length. A case whose [N, T, T] matrices would take more than 4 GiB together is left out,
+with its own formula). Peak memory is measured in a process of its own for each case: how much more
+than before a run it holds at most. A case whose [N, T, T] matrices would take more than 4 GiB together is left out,
 with a note. Figures are medians; shares are of Keras's layer. Prints one JSON object.
 """
 
@@ -27,7 +27,7 @@ WINDOW, GLOBAL = 64, 1
 LARGEST = 4 << 30  # bytes
 KINDS = ("keras", "full", "chunked", "local", "local_global", "linear")
 # Pass -> float32 [N, T, T] that the dense kinds hold at once; "backward" is forward and backward.
-PASSES = {"forward": 2, "backward": 4}
+PASSES = {"forward": 3, "backward": 5}
 
 
 def main():
@@ -35,11 +35,11 @@ def main():
     parser.add_argument("--lengths", nargs="*", type=int, default=[256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="keras is always in it")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--memory-of", nargs=3, metavar=("KIND", "PASS", "LENGTH"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", nargs="*", metavar="KIND LENGTH PASS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:
-        kind, which, length = options.memory_of
-        print(_own_peak(kind, which, int(length)))
+        kind, length, *passes = options.memory_of
+        print(json.dumps({which: _own_peak(kind, which, int(length)) for which in passes}))
         return
     kinds = [kind for kind in KINDS if kind in ("keras", *options.kinds)]
     report = {"cpus": os.cpu_count(), "repeat": options.repeat, "window": WINDOW, "global_tokens": GLOBAL}
@@ -53,19 +53,21 @@ def main():
 
 
 def _length(kinds, length, repeat):
+    sizes = {which: matrices * HEADS * length * length * 4 for which, matrices in PASSES.items()}
+    fitting = {
+        kind: [which for which in PASSES if sizes[which] <= LARGEST or kind not in ("keras", "full")] for kind in kinds
+    }
+    memory = {kind: _peaks(kind, length, passes) for kind, passes in fitting.items() if passes}
     report = {}
-    for which, matrices in PASSES.items():
-        report[which] = {}
-        fitting, size = kinds, matrices * HEADS * length * length * 4
-        if size > LARGEST:
-            fitting = [kind for kind in kinds if kind not in ("keras", "full")]
-            report[which]["note"] = f"keras and full left out: {size >> 20} MiB of matrices"
-        report[which] |= _pass(fitting, which, length, repeat)
+    for which in PASSES:
+        report[which] = _pass([kind for kind in kinds if which in fitting[kind]], which, length, repeat, memory)
+        if sizes[which] > LARGEST:
+            report[which]["note"] = f"keras and full left out: {sizes[which] >> 20} MiB of matrices"
         print(length, which, json.dumps(report[which]), file=sys.stderr, flush=True)
     return report
 
 
-def _pass(kinds, which, length, repeat):
+def _pass(kinds, which, length, repeat, memory):
     x, attend = _inputs(length)
     layers = {kind: _layer(kind, x) for kind in kinds}
     for kind, layer in layers.items():
@@ -80,7 +82,7 @@ def _pass(kinds, which, length, repeat):
                 calls[kind](x, attend)
             times[kind].append((time.perf_counter() - start) / repeats)
     medians = {kind: statistics.median(t[1:]) for kind, t in times.items()}  # without the warm-up
-    memory = {kind: _peak(kind, which, length) for kind in kinds}
+    memory = {kind: memory[kind][which] for kind in kinds}
     report = {kind: {"ms": round(1e3 * medians[kind], 2), "memory_mb": round(memory[kind], 1)} for kind in kinds}
     for kind in kinds if "keras" in kinds else []:
         shares = {"time": medians[kind] / medians["keras"], "memory": memory[kind] / max(memory["keras"], 1.0)}
@@ -164,10 +166,11 @@ def _dense_linear(query, key, value, attend, training):
     return tf.matmul(weights / tf.reduce_sum(weights, axis=-1, keepdims=True), value)
 
 
-def _peak(kind, which, length):
-    command = [sys.executable, __file__, "--memory-of", kind, which, str(length)]
+def _peaks(kind, length, passes):
+    """Returns pass -> MB, from a process of its own."""
+    command = [sys.executable, __file__, "--memory-of", kind, str(length), *passes]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _own_peak(kind, which, length):

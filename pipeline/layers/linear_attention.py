@@ -51,6 +51,9 @@ class LinearAttention(keras.layers.Layer):
     def compute_output_spec(self, query, key, value, attend=None, training=None):
         return keras.KerasTensor(query.shape, self.compute_dtype)
 
+    def get_config(self):
+        return super().get_config()  # Keras's guess at a config fails where dtype is given as a policy object
+
 
 def _feature_map(x):
     """elu(x) + 1, written so that exp(x) of a large negative x isn't lost beside 1; float32."""

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipeline.classifier import EncoderClassifier, build_classifier, compile_predict
+from pipeline.classifier import CHUNKED_ABOVE, EncoderClassifier, build_classifier, compile_predict
 from pipeline.config import ModelConfig
+from pipeline.layers import ChunkedAttention, LinearAttention, LocalAttention, ScaledDotProductAttention
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "encoder_classifier.npz"
 VOCABULARY, CLASSES, LENGTH = 40, 3, 80
@@ -82,6 +83,43 @@ def pad(rows, length):
     for i, row in enumerate(rows):
         token_ids[i, : len(row)] = row
     return token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "core"),
+    [
+        ({}, ScaledDotProductAttention),
+        ({"max_length": CHUNKED_ABOVE}, ScaledDotProductAttention),
+        ({"max_length": CHUNKED_ABOVE + 1, "position": "alibi"}, ChunkedAttention),
+        ({"attention": "local", "window": 3, "position": "alibi"}, LocalAttention),
+        ({"attention": "local_global", "window": 3, "global_tokens": 2}, LocalAttention),
+        ({"attention": "linear"}, LinearAttention),
+    ],
+)
+def test_kinds_of_attention(options, core):
+    sizes = ModelConfig(d_model=8, num_heads=2, d_ff=12, num_layers=2, dropout=0.3, **options)
+    model = build_classifier(sizes, VOCABULARY, CLASSES, seed=3)
+    found = model.encoder_layers[1].attention.core
+    assert type(found) is core
+    expected = {"alibi": options.get("position") == "alibi", "window": 3, "dropout": 0.3}
+    expected["num_global"] = options.get("global_tokens", 0)
+    config = found.get_config()
+    assert {key: config[key] for key in expected.keys() & config} == {k: expected[k] for k in expected.keys() & config}
+    rows = make_rows()
+    together = np.asarray(model(pad(rows, 30)))
+    for row, logits in zip(rows, together, strict=True):
+        np.testing.assert_allclose(logits, model(pad([row], max(1, len(row))))[0], atol=ATOL, rtol=0)
+
+
+def test_chunks_change_neither_logits_nor_weights():
+    sizes = ModelConfig(d_model=8, num_heads=2, d_ff=12, num_layers=2, max_length=CHUNKED_ABOVE + 1)
+    chunked = build_classifier(sizes, VOCABULARY, CLASSES, seed=3)
+    plain = EncoderClassifier.from_config({**chunked.get_config(), "chunked_above": sizes.max_length})
+    plain.build()
+    assert type(plain.encoder_layers[0].attention.core) is ScaledDotProductAttention
+    plain.set_weights(chunked.get_weights())
+    for rows, length in ((make_rows(), 20), ([np.arange(600) % 39 + 1], 640)):  # of one chunk, and of two
+        np.testing.assert_allclose(chunked(pad(rows, length)), plain(pad(rows, length)), atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("added", [0, 5, 60])
