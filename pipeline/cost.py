@@ -53,18 +53,17 @@ def multiply_adds(model, length, num_classes):
         num_classes: number of classes C.
     """
     size, layers, positions = model.d_model, model.num_layers, _positions(model, length)
-    matrices = 3 if model.activation == "swiglu" else 2
-    networks = model.top_k if model.num_experts else 1
+    matrices = (3 if model.activation == "swiglu" else 2) * _networks(model)
     if model.attention == "linear":
-        # K'V, then Q' times it: H x H for each head and position, instead of a matrix of scores.
-        attention = 2 * layers * positions * size * (size // model.num_heads)
+        # K'V, then Q' times it: H x H for each head and position, instead of a matrix of scores; and the divisor.
+        attention = layers * positions * size * (2 * size // model.num_heads + 1)
     else:
         # Scores and contexts; each element of the matrices takes H multiply-adds, twice.
         attention = 2 * attention_elements(model, length) * (size // model.num_heads)
     return {
         "projections": layers * positions * (2 * size * size + 2 * size * _key_size(model)),
         "attention": attention,
-        "feed-forward": layers * positions * (matrices * networks * size * model.d_ff + size * model.num_experts),
+        "feed-forward": layers * positions * (matrices * size * model.d_ff + size * model.num_experts),
         "head": size * num_classes,
     }
 
@@ -75,17 +74,7 @@ def attention_elements(model, length):
     Local attention compares blocks of `window` queries with three blocks of keys; local_global each query with the
     global tokens, too, and those with every token. Linear attention (Katharopoulos et al. 2020) has no scores.
     """
-    positions = _positions(model, length)
-    if model.attention == "linear":
-        return 0
-    if model.attention == "full":
-        pairs = positions * positions
-    else:
-        blocks = math.ceil(positions / model.window)
-        pairs = blocks * model.window * 3 * model.window
-        if model.attention == "local_global":
-            pairs += 2 * model.global_tokens * positions
-    return model.num_layers * model.num_heads * pairs
+    return model.num_layers * _layer_elements(model, length)
 
 
 def batch_rows(training, length):
@@ -99,15 +88,17 @@ def activation_memory(model, training, length):
     In one layer, n positions of a batch keep
 
     - normalization: of both norms the normalized values (float32) and what the next products take: 2 n D (4 + c);
-    - heads: queries, keys, values and contexts, 4 n D c; keys and values are repeated for the queries' heads, and local
-      attention has each of their blocks three times;
+    - heads: queries, keys, values and contexts, 4 n D c; keys and values are repeated for the queries' heads. Local
+      attention has each block of keys and values three times, and the global ones once in each block; attention in
+      chunks another context in float32; linear attention 7 n D float32 instead of queries, keys and values, whose
+      features are sums of two terms;
     - attention weights: the softmax (float32) and, where dropout or a cast makes another tensor of it, what is
-      multiplied with the values: N n S (4 + c), where S keys are compared at a time: T, or KEY_CHUNK of them at most
-      when max_length > CHUNKED_ABOVE, or 3 windows;
+      multiplied with the values: N n S (4 + c), where a query has S keys; nothing in chunks, which are made again;
     - feed-forward: what the second product takes, n F c, and what the activation's gradient needs: GELU 2 n F float32
       (its graph keeps 3, of which TensorFlow's scheduler makes 1, the derivative, as early as it can: here 2), ReLU its
-      output, SwiGLU gate, its sigmoid's product and hidden values; for each of top_k experts, with a copy of x;
-    - masks: float32, only of dropouts with more than MASK_WINDOW values.
+      output, SwiGLU gate, its sigmoid's product and hidden values; for each of top_k experts, with n D (4 + c) of
+      inputs and outputs;
+    - dropout masks: float32, only of dropouts with more than MASK_WINDOW values.
 
     With `training.recompute` each layer keeps its input, and one layer at a time the rest.
 
@@ -116,22 +107,20 @@ def activation_memory(model, training, length):
         training: a `pipeline.config.TrainingConfig`.
         length: tokens of each text in the batch.
     """
-    n = _batch_positions(model, training, length)
+    n, texts = _batch_positions(model, training, length), _passes(training, length)
     c = _compute_bytes(training)
     size, layers = model.d_model, model.num_layers
-    weights = n * _weights_of_position(model, length)
-    hidden = n * model.d_ff * (model.top_k if model.num_experts else 1)
-    is_dropping = model.dropout > 0
-    another = is_dropping or c != _FLOAT32  # dropout or a cast makes a tensor of its own
+    weights = 0 if _is_chunked(model) else texts * _layer_elements(model, length)
+    hidden = n * model.d_ff * _networks(model)
+    another = model.dropout > 0 or c != _FLOAT32  # dropout or a cast makes a tensor of its own
     activated = {"gelu": 2, "relu": 1 if another else 0, "swiglu": 3}[model.activation]
-    copies_of_keys = 1 if model.attention in ("full", "linear") else 3
     masks = [values for values in (weights, hidden, n * size, n * size) if values > MASK_WINDOW]
     layer = {
         "normalization": 2 * n * size * (_FLOAT32 + c),
-        "heads": n * size * c * (2 + 2 * copies_of_keys),
+        "heads": int(n * size * _head_bytes(model, length, c)),
         "attention weights": weights * (_FLOAT32 + (c if another else 0)),
-        "feed-forward": hidden * (activated * _FLOAT32 + c) + (n * size * c * model.top_k if model.num_experts else 0),
-        "dropout masks": _FLOAT32 * sum(masks) if is_dropping else 0,
+        "feed-forward": hidden * (activated * _FLOAT32 + c) + n * size * (_FLOAT32 + c) * _experts(model),
+        "dropout masks": _FLOAT32 * sum(masks) if model.dropout else 0,
     }
     if training.recompute:
         kept = {"inputs of layers": layers * n * size * _FLOAT32, **layer}
@@ -146,12 +135,18 @@ def step_memory(model, training, length, num_parameters):
     """Returns the bytes that a training step adds to what lies in memory between two steps, by term: {name: int}.
 
     `activation_memory`, all gradients in float32, and the workspace of one layer's backward pass: two float32 tensors
-    (a gradient and what it is made into) of the largest kind, attention weights or hidden values. Arguments as there.
+    (a gradient and what it is made into) of the largest kind, attention weights or hidden values; of attention in
+    chunks four of a chunk's weights, and their dropout mask. Arguments as there.
     """
-    n = _batch_positions(model, training, length)
-    networks = model.top_k if model.num_experts else 1
-    workspace = 2 * n * max(_weights_of_position(model, length), networks * model.d_ff) * _FLOAT32
+    hidden = 2 * _batch_positions(model, training, length) * model.d_ff * _networks(model)
+    weights = _passes(training, length) * _layer_elements(model, length)
+    if _is_chunked(model):
+        weights = weights // _positions(model, length) * _chunk(model, length)
+        attention = (5 if model.dropout and weights > MASK_WINDOW else 4) * weights
+    else:
+        attention = 2 * weights
     kept = activation_memory(model, training, length)
+    workspace = max(hidden, attention) * _FLOAT32
     return {**kept, "backward workspace": workspace, "gradients": num_parameters * _FLOAT32}
 
 
@@ -181,9 +176,61 @@ def inference_memory(model, length, num_parameters):
     weights (scores and softmax) or the hidden values three times (of which the activation makes two).
     """
     n, size = _positions(model, length), model.d_model
-    networks = model.top_k if model.num_experts else 1
-    attention = 3 * size + 2 * _weights_of_position(model, length)
-    return _FLOAT32 * (num_parameters + n * (2 * size + max(attention, 3 * networks * model.d_ff)))
+    weights = _layer_elements(model, length)
+    if _is_chunked(model):
+        weights = weights // n * _chunk(model, length)
+    attention = 3 * n * size + 2 * weights
+    return _FLOAT32 * (num_parameters + 2 * n * size + max(attention, 3 * n * _networks(model) * model.d_ff))
+
+
+def _layer_elements(model, length):
+    """Returns how many scores one text has in one layer."""
+    positions = _positions(model, length)
+    if model.attention == "linear":
+        return 0
+    if model.attention == "full":
+        return model.num_heads * positions * positions
+    block, first = _block(model, length), _global_tokens(model)
+    near = math.ceil(positions / block) * block * (3 * block + first)
+    return model.num_heads * (near + first * positions)
+
+
+def _head_bytes(model, length, c):
+    """Returns the bytes of queries, keys, values and contexts for each of a position's D values."""
+    if model.attention == "linear":
+        return 7 * _FLOAT32 + c
+    if model.attention == "full":
+        return 4 * c + (_FLOAT32 if _is_chunked(model) else 0)
+    return 2 * c + 2 * c * (3 + _global_tokens(model) / _block(model, length))
+
+
+def _is_chunked(model):
+    return model.attention == "full" and model.max_length > CHUNKED_ABOVE
+
+
+def _chunk(model, length):
+    """Returns how many keys are in a chunk: as many in all of them."""
+    positions = _positions(model, length)
+    return math.ceil(positions / math.ceil(positions / KEY_CHUNK))
+
+
+def _block(model, length):
+    """Returns how many queries are in a block of local attention."""
+    return min(model.window, _positions(model, length))
+
+
+def _global_tokens(model):
+    return model.global_tokens if model.attention == "local_global" else 0
+
+
+def _experts(model):
+    """Returns how many experts compute a token, 0 without any."""
+    return model.top_k if model.num_experts else 0
+
+
+def _networks(model):
+    """Returns how many feed-forward networks compute a token."""
+    return _experts(model) or 1
 
 
 def _key_size(model):
@@ -196,18 +243,14 @@ def _positions(model, length):
     return length + (model.pooling == "cls")
 
 
+def _passes(training, length):
+    """Returns how many texts of a batch go through the model at a time; R-Drop has each twice."""
+    return batch_rows(training, length) * (2 if training.r_drop else 1)
+
+
 def _batch_positions(model, training, length):
-    passes = 2 if training.r_drop else 1
-    return passes * batch_rows(training, length) * _positions(model, length)
+    return _passes(training, length) * _positions(model, length)
 
 
 def _compute_bytes(training):
     return _FLOAT32 if training.precision == "float32" else 2
-
-
-def _weights_of_position(model, length):
-    """Returns how many attention weights of one layer are in memory for one position, on average."""
-    positions = _positions(model, length)
-    if model.attention == "full" and model.max_length > CHUNKED_ABOVE:
-        return model.num_heads * min(positions, KEY_CHUNK)
-    return attention_elements(model, length) // (model.num_layers * positions)

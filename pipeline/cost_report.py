@@ -105,6 +105,7 @@ def _measure(sizes, lengths, console, stop):
     """Returns {length: figures}, without the lengths that could not be measured."""
     measured = {}
     for length in lengths:
+        console.note(f"measuring {length:,} tokens")
         try:
             measured[length] = measure_length(sizes.config, length, sizes.vocab_size, sizes.num_classes)
         except Interrupted:
