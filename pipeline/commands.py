@@ -11,6 +11,7 @@ import typer
 
 from pipeline.config import load_job
 from pipeline.console import Console
+from pipeline.cost_report import Question, show_cost
 from pipeline.errors import Interrupted, JobError, PipelineError
 from pipeline.job import Job
 from serving.transport import check_address
@@ -48,6 +49,21 @@ To = Annotated[
     int,
     typer.Option(metavar="N", min=0, help="The version to go back to; by default the one before.", show_default=False),
 ]
+Lengths = Annotated[
+    str,
+    typer.Option(metavar="T,T,...", help="Tokens of a text; by default parts of model.max_length.", show_default=False),
+]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Also take training steps and answer texts, each length in a new process.")
+]
+MemoryBudget = Annotated[
+    float,
+    typer.Option(metavar="G", min=0.0, help="Tells what would help if a training step needs more.", show_default=False),
+]
+LatencyBudget = Annotated[
+    float,
+    typer.Option(metavar="M", min=0.0, help="Tells what would help if one text takes longer.", show_default=False),
+]
 
 
 @app.command()
@@ -68,6 +84,28 @@ def run(
 def check(job: JobFile, set: Overrides = [], debug: Debug = False):  # noqa: A002, B006
     """Shows in about a minute whether the job can learn; a run that is there stays as it was."""
     _execute(Job.check, job, set, debug)
+
+
+@app.command()
+def cost(
+    job: JobFile,
+    lengths: Lengths = "",
+    measure: Measure = False,
+    memory_gb: MemoryBudget = 0.0,
+    latency_ms: LatencyBudget = 0.0,
+    set: Overrides = [],  # noqa: A002, B006
+    debug: Debug = False,
+):
+    """Shows parameters, multiply-adds and memory at some lengths of text, and what would need less; writes nothing.
+
+    The exit code is 0 over a budget, too: that is an answer.
+    """
+
+    def show(job):
+        question = Question.parse(lengths, measure, memory_gb, latency_ms, job.config.model.max_length)
+        show_cost(job.config, question, job.console, job.stop)
+
+    _execute(show, job, set, debug, locks_run=False)
 
 
 @app.command()
