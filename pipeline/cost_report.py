@@ -89,10 +89,10 @@ def show_cost(config, question, console, stop=lambda: None):
         stop: called after each measurement; may raise to end early.
     """
     sizes = Sizes.of(config)
+    for line in [*_describe(sizes), *_formulas(sizes, question.lengths)]:
+        console.result(line)
     measured = _measure(sizes, question.lengths, console, stop) if question.measure else {}
-    lines = [*_describe(sizes), *_formulas(sizes, question.lengths)]
-    if measured:
-        lines += ["", *_measurements(sizes, measured)]
+    lines = ["", *_measurements(sizes, measured)] if measured else []
     if question.memory_gb:
         lines += ["", *_judge_memory(sizes, question, measured)]
     if question.latency_ms and measured:
