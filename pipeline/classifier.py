@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from pipeline.config import CHUNKED_ABOVE
+from pipeline.config import CHUNKED_ABOVE, KEY_CHUNK
 from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
 from pipeline.layers.checks import check_token_ids
@@ -180,8 +180,9 @@ class EncoderClassifier(keras.Model):
         if config["attention"] == "linear":
             return LinearAttention(dtype=common["dtype"], name=common["name"])
         if config["attention"] == "full":
-            core = ChunkedAttention if self.is_chunked else ScaledDotProductAttention
-            return core(config["dropout"], seed=seed, **common)
+            if self.is_chunked:
+                return ChunkedAttention(config["dropout"], seed=seed, chunk=KEY_CHUNK, **common)
+            return ScaledDotProductAttention(config["dropout"], seed=seed, **common)
         num_global = config["global_tokens"] if config["attention"] == "local_global" else 0
         return LocalAttention(config["window"], num_global, config["dropout"], seed=seed, **common)
 

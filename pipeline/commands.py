@@ -11,7 +11,7 @@ import typer
 
 from pipeline.config import load_job
 from pipeline.console import Console
-from pipeline.cost_report import Question, show_cost
+from pipeline.cost.report import Question, show_cost
 from pipeline.errors import Interrupted, JobError, PipelineError
 from pipeline.job import Job
 from serving.transport import check_address

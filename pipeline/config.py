@@ -16,6 +16,7 @@ from pipeline.errors import JobError
 # Longest `model.max_length` whose full attention is computed in one piece: up to there that is faster, and its matrices
 # fit beside the rest (benchmarks/NOTES.md). Above, in chunks, with memory that grows with the length.
 CHUNKED_ABOVE = 1024
+KEY_CHUNK = 512  # keys in a chunk, at most
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

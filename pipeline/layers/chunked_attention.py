@@ -133,8 +133,13 @@ def _attend_in_chunks(query, key, value, count, size, scores, drop):
 
         nothing = tf.zeros_like(query, "float32")
         log_sum, context = _loop(count, merge, tf.fill(tf.shape(query[..., :1]), MASKED), nothing)
+        saved = query, keys, values, log_sum
 
         def gradient(d_context):
+            # Not before the upstream gradient is there: TensorFlow would begin during the forward pass, and keep the
+            # first chunk's matrices of every layer.
+            with tf.control_dependencies([d_context]):
+                query, keys, values, log_sum = (tf.identity(x) for x in saved)
             scaled = query * tf.cast(1.0 / math.sqrt(query.shape[-1]), dtype)  # what is multiplied with the keys
             row = tf.reduce_sum(tf.cast(d_context, "float32") * context, axis=-1, keepdims=True)  # [B, N, T, 1]
 

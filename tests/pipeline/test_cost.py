@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from pipeline import cost, cost_report
 from pipeline.config import ModelConfig, TrainingConfig, load_job
-from pipeline.cost_options import Sizes, describe, remedies, remedy_of_all, ways_to_less_memory, ways_to_less_work
-from pipeline.cost_report import Question, show_cost
+from pipeline.cost import formulas, report
+from pipeline.cost.remedies import Sizes, describe, remedies, remedy_of_all, ways_to_less_memory, ways_to_less_work
+from pipeline.cost.report import Question, show_cost
 from pipeline.errors import Interrupted, JobError, PipelineError
 from pipeline.files import write_json
 from tests.jobs import MAX_LENGTH, make_job, run_pipeline, run_python, snapshot
@@ -35,7 +35,6 @@ def total(parts):
 
 # Parameters and multiply-adds are those of the model that is built.
 
-not_built_yet = pytest.mark.xfail(raises=NotImplementedError)
 OPTIONS = [
     {},
     {"position": "learned"},
@@ -48,17 +47,17 @@ OPTIONS = [
     {"num_kv_heads": 1},
     {"num_kv_heads": 2, "pooling": "cls"},
 ]
-BY_FORMULA = [
-    pytest.param({"attention": "linear"}, marks=not_built_yet),
-    pytest.param({"num_experts": 3, "activation": "swiglu"}, marks=not_built_yet),
-    pytest.param({"attention": "local", "window": 2}, marks=not_built_yet),
-    pytest.param({"attention": "local_global", "window": 2}, marks=not_built_yet),
+BY_FORMULA = [  # their products are in blocks and loops
+    {"attention": "linear"},
+    {"num_experts": 3, "activation": "swiglu"},
+    {"attention": "local", "window": 2},
+    {"attention": "local_global", "window": 2},
 ]
 
 
 @pytest.mark.parametrize("keys", OPTIONS + BY_FORMULA, ids=str)
 def test_parameters_are_the_built_models(keys):
-    found = cost.parameters(model_of(**keys), V, C)
+    found = formulas.parameters(model_of(**keys), V, C)
     assert total(found) == sum(int(np.prod(v.shape)) for v in built(model_of(**keys)).trainable_variables)
     assert found["embedding"] == V * 8 and all(found.values())
 
@@ -74,22 +73,22 @@ def test_multiply_adds_are_those_of_the_graph(keys):
         if product.type in ("MatMul", "BatchMatMulV2"):
             inner = product.inputs[0].shape[-1]
             counted += product.outputs[0].shape.num_elements() * inner
-    assert total(cost.multiply_adds(model_of(**keys), T, C)) == counted
+    assert total(formulas.multiply_adds(model_of(**keys), T, C)) == counted
 
 
 def test_multiply_adds_by_hand():
     model = model_of(d_model=4, num_heads=2, num_layers=1)
     # 3 tokens: four 4 x 4 matrices; 2 heads x 3 x 3 scores of 2 products each, and the contexts; two 4 x 6 matrices.
     expected = {"projections": 3 * 64, "attention": 2 * 18 * 2, "feed-forward": 3 * 48, "head": 4 * 3}
-    assert cost.multiply_adds(model, 3, C) == expected
+    assert formulas.multiply_adds(model, 3, C) == expected
     # Two of three experts, and the router.
-    assert cost.multiply_adds(model_of(num_layers=1, num_experts=3), 3, C)["feed-forward"] == 3 * (2 * 96 + 24)
+    assert formulas.multiply_adds(model_of(num_layers=1, num_experts=3), 3, C)["feed-forward"] == 3 * (2 * 96 + 24)
     # For each of 4 heads and 3 positions 2 x 2 twice, and the divisor.
-    assert cost.multiply_adds(model_of(attention="linear", num_layers=1), 3, C)["attention"] == 4 * 3 * (2 * 4 + 2)
+    assert formulas.multiply_adds(model_of(attention="linear", num_layers=1), 3, C)["attention"] == 4 * 3 * (2 * 4 + 2)
 
 
 def test_parameters_of_experts_by_hand():
-    one, many = cost.parameters(model_of(), V, C), cost.parameters(model_of(num_experts=3), V, C)
+    one, many = formulas.parameters(model_of(), V, C), formulas.parameters(model_of(num_experts=3), V, C)
     assert one["feed-forward"] == 2 * (8 * 6 + 6 + 6 * 8 + 8)
     assert many["feed-forward"] == 2 * (3 * (8 * 6 + 6 + 6 * 8 + 8) + 8 * 3 + 3)
     assert {**one, "feed-forward": 0} == {**many, "feed-forward": 0}
@@ -100,7 +99,7 @@ def test_parameters_of_experts_by_hand():
 
 def test_attention_elements():
     def count(length, **keys):
-        return cost.attention_elements(REFERENCE.model_copy(update=keys), length)
+        return formulas.attention_elements(REFERENCE.model_copy(update=keys), length)
 
     assert count(256) == 4 * 8 * 256 * 256
     assert count(512) == 4 * count(256)
@@ -115,7 +114,7 @@ def test_attention_elements():
 def test_attention_weights_of_a_step():
     def kept(length, training=None, **keys):
         model = REFERENCE.model_copy(update=keys)
-        return cost.activation_memory(model, training or TrainingConfig(), length).get("attention weights", 0)
+        return formulas.activation_memory(model, training or TrainingConfig(), length).get("attention weights", 0)
 
     # A batch has the same tokens at every length: half as many texts of twice the length have twice the weights.
     assert kept(512) == 2 * kept(256) == 4 * 4096 * 8 * 512 * 8
@@ -130,7 +129,7 @@ def test_attention_weights_of_a_step():
 def test_memory_of_attention_in_chunks_does_not_grow_with_the_length():
     def step(length, max_length=4096):
         model = REFERENCE.model_copy(update={"max_length": max_length})
-        return cost.step_memory(model, TrainingConfig(), length, 0)
+        return formulas.step_memory(model, TrainingConfig(), length, 0)
 
     assert step(2048) == step(4096)
     assert step(2048)["backward workspace"] == (4 + 1) * 4096 * 8 * 512 * 4  # the mask is longer than its table
@@ -143,7 +142,7 @@ def test_memory_of_attention_in_chunks_does_not_grow_with_the_length():
 
 def test_activation_memory_by_hand():
     training = TrainingConfig(batch_tokens=24)  # 2 texts of 12 tokens
-    found = cost.activation_memory(model_of(), training, T)
+    found = formulas.activation_memory(model_of(), training, T)
     expected = {
         "normalization": 2 * 24 * 2 * 8 * 8,
         "heads": 2 * 24 * 4 * 8 * 4,
@@ -151,46 +150,38 @@ def test_activation_memory_by_hand():
         "feed-forward": 2 * 24 * 6 * 12,
     }
     assert found == expected
-    half = cost.activation_memory(model_of(), training.model_copy(update={"precision": "mixed_bfloat16"}), T)
+    half = formulas.activation_memory(model_of(), training.model_copy(update={"precision": "mixed_bfloat16"}), T)
     assert half == {
         "normalization": 2 * 24 * 2 * 8 * 6,
         "heads": 2 * 24 * 4 * 8 * 2,
         "attention weights": 2 * 24 * 4 * 12 * 6,
         "feed-forward": 2 * 24 * 6 * 10,
     }
-    again = cost.activation_memory(model_of(), training.model_copy(update={"recompute": True}), T)
+    again = formulas.activation_memory(model_of(), training.model_copy(update={"recompute": True}), T)
     assert again == {name: size / 2 for name, size in expected.items()} | {"inputs of layers": 2 * 24 * 8 * 4}
 
 
 def test_training_memory_by_hand():
     training = TrainingConfig(batch_tokens=24, ema_decay=0.9, accumulate_batches=2)
-    found = cost.training_memory(model_of(), training, T, 1000)
+    found = formulas.training_memory(model_of(), training, T, 1000)
     state = {"weights": 4000, "optimizer moments": 8000, "gradient sums": 4000, "averaged weights": 4000}
     assert {name: found[name] for name in state} == state
     assert found["dropout tables"] == 2 * 2**24 * 4  # of dropout and head_dropout
     assert found["gradients"] == 4000
     assert found["backward workspace"] == 2 * 24 * 4 * 12 * 4
-    assert "dropout tables" not in cost.training_memory(model_of(dropout=0.0, head_dropout=0.0), training, T, 1000)
+    assert "dropout tables" not in formulas.training_memory(model_of(dropout=0.0, head_dropout=0.0), training, T, 1000)
 
 
 def test_inference_memory_by_hand():
     # Residual stream and its norm, q, k, v, scores and weights.
-    assert cost.inference_memory(model_of(), T, 1000) == 4 * (1000 + 12 * (2 * 8 + 3 * 8 + 2 * 4 * 12))
-    assert cost.inference_memory(model_of(d_ff=100), T, 1000) == 4 * (1000 + 12 * (2 * 8 + 3 * 100))
+    assert formulas.inference_memory(model_of(), T, 1000) == 4 * (1000 + 12 * (2 * 8 + 3 * 8 + 2 * 4 * 12))
+    assert formulas.inference_memory(model_of(d_ff=100), T, 1000) == 4 * (1000 + 12 * (2 * 8 + 3 * 100))
 
 
 def test_the_dropout_window_is_that_of_the_layer():
     from pipeline.layers import dropout
 
-    assert cost.MASK_WINDOW == dropout._WINDOW
-
-
-def test_the_chunks_are_those_of_the_layer():
-    chunked_attention = pytest.importorskip("pipeline.layers.chunked_attention")
-    from pipeline import classifier
-
-    assert cost.CHUNKED_ABOVE == classifier.CHUNKED_ABOVE
-    assert chunked_attention.ChunkedAttention().chunk == cost.KEY_CHUNK
+    assert formulas.MASK_WINDOW == dropout._WINDOW
 
 
 _ALLOCATED = """
@@ -229,7 +220,8 @@ def test_step_memory_is_what_tensorflow_allocates():
     cases = [(model, {"batch_tokens": 2048, **training}, length) for model, training, length in cases]
     for (model, training, length), found in zip(cases, run_python(_ALLOCATED, json.dumps(cases)), strict=True):
         model = ModelConfig(**model)
-        parts = cost.step_memory(model, TrainingConfig(**training), length, total(cost.parameters(model, 500, 2)))
+        count = total(formulas.parameters(model, 500, 2))
+        parts = formulas.step_memory(model, TrainingConfig(**training), length, count)
         assert found == pytest.approx(total(parts), rel=TOLERANCE), (model, training, parts)
 
 
@@ -346,7 +338,7 @@ def test_measured_figures_stand_beside_the_formulas_and_decide(sizes, monkeypatc
             raise answers[length]
         return answers[length]
 
-    monkeypatch.setattr(cost_report, "measure_length", answer)
+    monkeypatch.setattr(report, "measure_length", answer)
     console = Lines()
     show_cost(sizes.config, Question([128, 256], True, 2.0, 4.5), console)
     assert console.warnings == ["no figures for 256 tokens: killed (out of memory?)"]

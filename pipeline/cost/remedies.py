@@ -3,8 +3,9 @@
 import dataclasses
 import json
 
-from pipeline import cost, dataset
+from pipeline import dataset
 from pipeline.config import JobConfig
+from pipeline.cost import formulas
 from pipeline.identity import read_record
 from pipeline.text import Tokenizer
 
@@ -42,28 +43,28 @@ class Sizes:
     @property
     def parameters(self):
         """{part: count}."""
-        return cost.parameters(self.config.model, self.vocab_size, self.num_classes)
+        return formulas.parameters(self.config.model, self.vocab_size, self.num_classes)
 
     def multiply_adds(self, length):
         """Of one text, forward."""
-        return sum(cost.multiply_adds(self.config.model, length, self.num_classes).values())
+        return sum(formulas.multiply_adds(self.config.model, length, self.num_classes).values())
 
     def activation_memory(self, length):
         """Bytes that a training step keeps for its backward pass."""
-        return sum(cost.activation_memory(self.config.model, self.config.training, length).values())
+        return sum(formulas.activation_memory(self.config.model, self.config.training, length).values())
 
     def step_memory(self, length):
         """Bytes that a training step adds to what lies in memory between steps."""
         count = sum(self.parameters.values())
-        return sum(cost.step_memory(self.config.model, self.config.training, length, count).values())
+        return sum(formulas.step_memory(self.config.model, self.config.training, length, count).values())
 
     def training_memory(self, length):
         """{term: bytes} of a training step's peak."""
-        return cost.training_memory(self.config.model, self.config.training, length, sum(self.parameters.values()))
+        return formulas.training_memory(self.config.model, self.config.training, length, sum(self.parameters.values()))
 
     def inference_memory(self, length):
         """Bytes of one text's forward pass."""
-        return cost.inference_memory(self.config.model, length, sum(self.parameters.values()))
+        return formulas.inference_memory(self.config.model, length, sum(self.parameters.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ def ways_to_less_work(config, length):
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """Settings, the figure that a job has with them, and what they cost."""
+    """Settings, the figure that a job has with them, and what they formulas."""
 
     settings: dict
     figure: float

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from pipeline.config import JobConfig
-from pipeline.cost import batch_rows
+from pipeline.cost.formulas import batch_rows
 from pipeline.errors import PipelineError
 from pipeline.files import read_json, write_json
 from pipeline.fresh_process import FreshProcess, run_fresh
@@ -36,7 +36,7 @@ def measure_length(config, length, vocab_size, num_classes):
     with tempfile.TemporaryDirectory() as directory:
         job, answer = Path(directory) / "job.json", Path(directory) / "answer.json"
         write_json(job, config.resolved())
-        with FreshProcess("pipeline.cost_measurement", job, length, vocab_size, num_classes, answer) as process:
+        with FreshProcess("pipeline.cost.measurement", job, length, vocab_size, num_classes, answer) as process:
             if failure := process.wait():
                 raise PipelineError(f"measuring {length} tokens failed: {failure}.")
         return read_json(answer)
@@ -55,7 +55,12 @@ def main(job, length, vocab_size, num_classes, answer):
     config, length = JobConfig.model_validate_json(Path(job).read_text(encoding="utf-8")), int(length)
     training = config.training
     model = build_classifier(
-        config.model, int(vocab_size), int(num_classes), seed=config.seed, dtype=training.precision
+        config.model,
+        int(vocab_size),
+        int(num_classes),
+        seed=config.seed,
+        dtype=training.precision,
+        recompute=training.recompute,
     )
     train_step, predict = TrainStep(model, training, np.ones(int(num_classes))), compile_predict(model)
     token_ids = np.random.default_rng(0).integers(2, int(vocab_size), (batch_rows(training, length), length), np.int32)

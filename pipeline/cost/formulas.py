@@ -1,15 +1,13 @@
 """What a model costs, in closed formulas of its sizes: parameters, multiply-adds, attention elements, memory.
 
-Standard library only: the answer is there at once, before there are data. Axes as everywhere: T positions, N heads, H
-head size, D model size, F feed-forward size; and L layers, n positions in a batch, c bytes of a value in the matrix
-products (4, or 2 in mixed precision).
+TensorFlow is not imported: the answer is there at once, before there are data. Axes as everywhere: T positions, N
+heads, H head size, D model size, F feed-forward size; and L layers, n positions in a batch, c bytes of a value in the
+matrix products (4, or 2 in mixed precision).
 """
 
 import math
 
-# Full attention of a model with a longer max_length goes over the keys in pieces, so that its memory grows with T.
-CHUNKED_ABOVE = 1024  # tokens
-KEY_CHUNK = 512
+from pipeline.config import CHUNKED_ABOVE, KEY_CHUNK
 
 _FLOAT32 = 4  # bytes
 # Of `pipeline.layers.dropout` on a CPU: a mask of up to this many values is a view of its rate's table, which has twice

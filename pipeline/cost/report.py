@@ -3,9 +3,9 @@ change where a budget is exceeded."""
 
 import dataclasses
 
-from pipeline import cost
-from pipeline.cost_measurement import measure_length
-from pipeline.cost_options import Sizes, describe, remedies, remedy_of_all, ways_to_less_memory, ways_to_less_work
+from pipeline.cost import formulas
+from pipeline.cost.measurement import measure_length
+from pipeline.cost.remedies import Sizes, describe, remedies, remedy_of_all, ways_to_less_memory, ways_to_less_work
 from pipeline.errors import Interrupted, JobError, PipelineError
 
 # Measured on a CPU: it holds for no other version of TensorFlow, so it is told and not added.
@@ -25,7 +25,7 @@ _WHY = {
     "feed-forward": f"{_BATCH} and model.d_ff",
     "normalization": f"{_BATCH} and model.d_model",
     "heads": f"{_BATCH} and model.d_model",
-    "dropout masks": f"{_BATCH}, where a layer drops more than {cost.MASK_WINDOW:,} values",
+    "dropout masks": f"{_BATCH}, where a layer drops more than {formulas.MASK_WINDOW:,} values",
     "inputs of layers": f"{_BATCH} and model.d_model",
     "pooling": "grows with training.batch_tokens and model.d_model",
     "backward workspace": "grows with training.batch_tokens",
@@ -135,8 +135,8 @@ def _formulas(sizes, lengths):
     """A line per length, from the formulas alone."""
     rows = [("tokens", "batch", "multiply-adds", "attention elements", "activations", "training step", "one text")]
     for length in lengths:
-        texts = cost.batch_rows(sizes.config.training, length)
-        counts = sizes.multiply_adds(length), cost.attention_elements(sizes.config.model, length)
+        texts = formulas.batch_rows(sizes.config.training, length)
+        counts = sizes.multiply_adds(length), formulas.attention_elements(sizes.config.model, length)
         training = sum(sizes.training_memory(length).values())
         memory = sizes.activation_memory(length), training, sizes.inference_memory(length)
         rows.append((f"{length:,}", f"{texts:,} x {length:,}", *(f"{n:,}" for n in counts), *map(_megabytes, memory)))
@@ -187,7 +187,7 @@ def _judge_latency(sizes, limit, measured):
     what = f"one text of {length:,} tokens takes {slowest:,.1f} ms on TensorFlow"
     if slowest <= limit:
         return [f"within --latency-ms={limit:g}: {what}"]
-    work = cost.multiply_adds(sizes.config.model, length, sizes.num_classes)
+    work = formulas.multiply_adds(sizes.config.model, length, sizes.num_classes)
     largest = max(work, key=work.get)
 
     def figure(changed):
