@@ -6,8 +6,8 @@
 One text of T tokens that is padded at its end, d_model 256, 8 heads, no dropout; forward, and forward with gradients of
 weights and input. Contenders take turns and are compared with a dense computation before anything is timed (linear:
 with its own formula). Peak memory is measured in a process of its own for each case: how much more
-than before a run it holds at most. A case whose [N, T, T] matrices would take more than 4 GiB together is left out,
-with a note. Figures are medians; shares are of Keras's layer. Prints one JSON object.
+than before a run it holds at most. Of keras and full, a case whose [N, T, T] matrices would take more than
+`--largest-gib` together is left out, with a note. Figures are medians; shares are of Keras's layer. Prints one JSON object.
 """
 
 import argparse
@@ -24,7 +24,6 @@ sys.path.insert(0, str(ROOT))
 
 D_MODEL, HEADS = 256, 8
 WINDOW, GLOBAL = 64, 1
-LARGEST = 4 << 30  # bytes
 KINDS = ("keras", "full", "chunked", "local", "local_global", "linear")
 # Pass -> float32 [N, T, T] that the dense kinds hold at once; "backward" is forward and backward.
 PASSES = {"forward": 3, "backward": 5}
@@ -35,6 +34,7 @@ def main():
     parser.add_argument("--lengths", nargs="*", type=int, default=[256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="keras is always in it")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--largest-gib", type=float, default=4.0)
     parser.add_argument("--memory-of", nargs="*", metavar="KIND LENGTH PASS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:
@@ -43,7 +43,7 @@ def main():
         return
     kinds = [kind for kind in KINDS if kind in ("keras", *options.kinds)]
     report = {"cpus": os.cpu_count(), "repeat": options.repeat, "window": WINDOW, "global_tokens": GLOBAL}
-    report["lengths"] = {length: _length(kinds, length, options.repeat) for length in options.lengths}
+    report["lengths"] = {length: _length(kinds, length, options) for length in options.lengths}
     import keras
     import tensorflow as tf
 
@@ -52,16 +52,17 @@ def main():
     print(json.dumps(report, indent=2))
 
 
-def _length(kinds, length, repeat):
+def _length(kinds, length, options):
     sizes = {which: matrices * HEADS * length * length * 4 for which, matrices in PASSES.items()}
+    fitting = {which: sizes[which] <= options.largest_gib * 2**30 for which in PASSES}
     fitting = {
-        kind: [which for which in PASSES if sizes[which] <= LARGEST or kind not in ("keras", "full")] for kind in kinds
+        kind: [which for which in PASSES if fitting[which] or kind not in ("keras", "full")] for kind in kinds
     }
     memory = {kind: _peaks(kind, length, passes) for kind, passes in fitting.items() if passes}
     report = {}
     for which in PASSES:
-        report[which] = _pass([kind for kind in kinds if which in fitting[kind]], which, length, repeat, memory)
-        if sizes[which] > LARGEST:
+        report[which] = _pass([kind for kind in kinds if which in fitting[kind]], which, length, options.repeat, memory)
+        if which not in fitting["keras"]:
             report[which]["note"] = f"keras and full left out: {sizes[which] >> 20} MiB of matrices"
         print(length, which, json.dumps(report[which]), file=sys.stderr, flush=True)
     return report

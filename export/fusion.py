@@ -223,8 +223,9 @@ _MASK = Rule(
 )
 
 # any(attend), for which tf2onnx counts; attend is 0 or 1 here.
+_AS_FLOAT = Named("x", ("Cast", "attend", {"to": _FLOAT}))
 _ANY = Rule(
-    ("Cast", ("Greater", ("ReduceSum", Named("x", ("Cast", "attend", {"to": _FLOAT})), [-1]), 0.0), {"to": _FLOAT}),
+    ("Cast", ("Greater", ("ReduceSum", _AS_FLOAT, [-1], {"keepdims": 0}), 0.0), {"to": _FLOAT}),
     lambda graph, match: graph.add("ReduceMax", match["x"], np.array([-1]), keepdims=0),
 )
 

@@ -123,6 +123,11 @@ class ModelConfig(_Section):
                 'model.attention = "linear" computes no scores, which model.position = "rope" and "alibi" act on: use '
                 f'"sinusoidal" or "learned". Received: position={self.position!r}'
             )
+        if self.attention == "local" and self.pooling == "cls":
+            raise ValueError(
+                'model.pooling = "cls" needs a vector that sees the whole text; with model.attention = "local" it '
+                f'sees {self.window} tokens: use "local_global". Received: attention="local", pooling="cls"'
+            )
         if self.num_experts == 1 or self.num_experts and self.top_k > self.num_experts:
             raise ValueError(
                 "model.num_experts must be 0, or at least 2 and at least model.top_k. "

@@ -257,6 +257,7 @@ def test_values_out_of_range(refuse, override, received):
         (["model.position=rope", "model.attention=linear"], "position='rope'"),
         (["model.position=alibi", "model.attention=linear"], "position='alibi'"),
         (["model.num_experts=2", "model.top_k=3"], "num_experts=2, top_k=3"),
+        (["model.pooling=cls", "model.attention=local"], 'use "local_global"'),
         (["model.num_kv_heads=2", "export.precisions=['float32', 'ort']"], "num_kv_heads=2"),
         (["model.position=alibi", "export.precisions=['float32', 'ort']"], "position='alibi'"),
         (["model.attention=local", "export.precisions=['float32', 'ort']"], "attention='local'"),
