@@ -7,7 +7,8 @@ One text of T tokens that is padded at its end, d_model 256, 8 heads, no dropout
 weights and input. Contenders take turns and are compared with a dense computation before anything is timed (linear:
 with its own formula). Peak memory is measured in a process of its own for each case: how much more
 than before a run it holds at most. Of keras and full, a case whose [N, T, T] matrices would take more than
-`--largest-gib` together is left out, with a note. Figures are medians; shares are of Keras's layer. Prints one JSON object.
+`--largest-gib` together is left out, with a note. Figures are medians; shares are of Keras's layer. Prints one JSON
+object.
 """
 
 import argparse
