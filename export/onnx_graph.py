@@ -48,9 +48,9 @@ def convert(model, opset, metadata):
 
 def _in_one_piece(model):
     """Returns the model, or a copy whose attention does not loop over chunks of keys: `fuse` writes its own loop."""
-    config = model.get_config()
     if not model.is_chunked:
         return model
+    config = model.get_config()
     copy = type(model).from_config({**config, "chunked_above": config["max_length"]})
     copy.build()
     for ours, theirs in zip(copy.weights, model.weights, strict=True):

@@ -192,7 +192,7 @@ def test_gradients(subject):
     def cut_off(model):
         layer = model.encoder_layers[0]
         real = layer.feed_forward.call
-        layer.feed_forward.call = lambda x, training=None: ops.stop_gradient(real(x, training=training))
+        layer.feed_forward.call = lambda x, **options: ops.stop_gradient(real(x, **options))
 
     result = checks.check_gradients(changed(subject, cut_off))
     assert not result.ok
@@ -243,12 +243,12 @@ def test_padding_that_leaks_into_the_attention(subject):
     class Attending(type(subject.model)):
         """A model whose tokens attend to padding; the pooling alone has the mask."""
 
-        def encode(self, token_ids, training=None):
+        def _encode(self, token_ids, training):
             position, embedding = self.position, self.embedding
             x = position(ops.cast(embedding(token_ids), "float32") * math.sqrt(self.d_model))
             for layer in self.encoder_layers:
                 x = layer(x, attend=None, training=training)
-            return x
+            return x, token_ids != PAD_ID
 
     def attend_all(model):
         model.__class__ = Attending
@@ -275,7 +275,7 @@ def test_the_embedding_of_pad_alone(subject):
         values[PAD_ID] = 0.0
         table.assign(values)
         model.pooling.call = lambda x, token_valid: ops.sum(x, axis=1)
-        model.encode = lambda token_ids, training=None: model.embedding(token_ids)
+        model._encode = lambda token_ids, training: (model.embedding(token_ids), token_ids != PAD_ID)
 
     result = checks.check_padding(changed(subject, sum_of_embeddings))
     named = result.line.split("they move with ")[1]
