@@ -30,7 +30,7 @@ def fuse(graph_proto, vocab_size, in_blocks=False):
     graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _HEADS_LENGTH, _ATTENTION, _REPEAT, _MASK, _ANY, _POSITION)
     if in_blocks:
         graph.rewrite(IN_BLOCKS)
-    graph.rewrite(_embedding(vocab_size), _head(vocab_size))
+    graph.rewrite(_SQUEEZED, _embedding(vocab_size), _head(vocab_size))
     graph.write()
 
 
@@ -236,6 +236,9 @@ def _full_slice(graph, match):
         return None
     return match["x"]
 
+
+# A size that was read from a shape, and becomes part of another.
+_SQUEEZED = Rule(("Unsqueeze", ("Squeeze", "x", [0]), [0]), lambda graph, match: match["x"])
 
 # x[:, None], which also writes a slice that takes all of x.
 _FULL_SLICE = Rule(("Slice", "x", "starts", "ends", "axes", "steps"), _full_slice)

@@ -234,7 +234,7 @@ class EncoderClassifier(keras.Model):
             float32 [B, T, D]; what stands at padded positions has no meaning.
         """
         x, _ = self._encode(token_ids, training)
-        return x if self.class_vector is None else x[:, 1:]
+        return x if self.class_vector is None else tf.slice(x, [0, 1, 0], [-1, -1, -1])
 
     def _encode(self, token_ids, training):
         """Returns (float32 [B, T', D], token_valid bool [B, T']); T' is T, or T + 1 with the class vector in front."""

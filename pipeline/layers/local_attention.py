@@ -70,11 +70,11 @@ class LocalAttention(keras.layers.Layer):
         context = self._near(query, key, value, attend, training)
         if self.num_global == 0:
             return context
-        first, positions = query[:, :, : self.num_global], ops.arange(ops.shape(key)[2])  # [B, N, g, H], [T]
-        of_first = self._attend(
-            first, key, value, attend[:, None], positions[: self.num_global], positions, training
-        )
-        return ops.concatenate([of_first, context[:, :, self.num_global :]], axis=2)
+        length = ops.shape(key)[2]
+        g, positions = ops.minimum(self.num_global, length), ops.arange(length)
+        first = _part(query, 2, 0, g)  # [B, N, g, H]
+        of_first = self._attend(first, key, value, attend[:, None], positions[:g], positions, training)
+        return ops.concatenate([of_first, _part(context, 2, g, length - g)], axis=2)
 
     def _near(self, query, key, value, attend, training):
         """Returns what each query finds within the window and in the first `num_global` keys: [B, N, T, H]."""
@@ -86,11 +86,11 @@ class LocalAttention(keras.layers.Layer):
         key_positions = starts + ops.arange(-size, 2 * size)  # [count, 3 * size]
         distance = ops.abs(query_positions[:, :, None] - key_positions[:, None])
         is_near = (distance <= self.window) & (key_positions >= self.num_global)[:, None]  # [count, size, 3 * size]
-        near = _with_neighbours(_blocks(attend, count, size))[:, :, :, None] & is_near
+        near = _with_neighbours(attend, count, size)[:, :, :, None] & is_near
 
         def keys(x):
             """The keys that a block of queries sees: [B, N, T, H] -> [B, N, count, g + 3 * size, H]."""
-            return self._behind_first(x[:, :, None], _with_neighbours(_blocks(x, count, size)), axis=3)
+            return self._behind_first(ops.expand_dims(x, 2), _with_neighbours(x, count, size), axis=3)
 
         context = self._attend(
             _blocks(query, count, size),
@@ -102,15 +102,13 @@ class LocalAttention(keras.layers.Layer):
             training,
         )  # [B, N, count, size, H]
         batch, heads, _, width = ops.shape(query)
-        context = ops.reshape(context, (batch, heads, count * size, width))
-        # Not [:, :, :length]: tf2onnx compares that with a bound that float16 cannot hold.
-        return tf.slice(context, [0, 0, 0, 0], (batch, heads, length, width))
+        return _part(ops.reshape(context, (batch, heads, count * size, width)), 2, 0, length)
 
     def _behind_first(self, x, blocks, axis):
         """Puts the first `num_global` of x along `axis` in front of the blocks; its axes of size 1 become theirs."""
         if self.num_global == 0:  # no tensors without elements: ONNX Runtime fails on some in float16
             return blocks
-        first = x[(slice(None),) * axis + (slice(self.num_global),)]
+        first = _part(x, axis, 0, ops.minimum(self.num_global, ops.shape(x)[axis]))
         shape, rest = ops.shape(blocks), ops.shape(first)[axis:]
         return ops.concatenate([ops.broadcast_to(first, (*shape[:axis], *rest)), blocks], axis=axis)
 
@@ -142,9 +140,20 @@ def _blocks(x, count, size):
     return ops.reshape(x, (batch, heads, count, size, *rest))
 
 
-def _with_neighbours(blocks):
-    """Puts the block before and the one after it to each: [B, N, count, size, ...] -> [B, N, count, 3 * size, ...]."""
-    beside = [[0, 0]] * (len(blocks.shape) - 3)
-    before = tf.pad(blocks[:, :, :-1], [[0, 0], [0, 0], [1, 0], *beside])
-    after = tf.pad(blocks[:, :, 1:], [[0, 0], [0, 0], [0, 1], *beside])
-    return ops.concatenate([before, blocks, after], axis=3)
+def _with_neighbours(x, count, size):
+    """Cuts [B, N, T, ...] into blocks with the one before and the one after each: [B, N, count, 3 * size, ...]."""
+    batch, heads, length, *rest = ops.shape(x)
+    x = tf.pad(x, [[0, 0], [0, 0], [size, (count + 1) * size - length], *([0, 0] for _ in rest)])
+    shifted = (_part(x, 2, i * size, count * size) for i in range(3))
+    return ops.concatenate([ops.reshape(part, (batch, heads, count, size, *rest)) for part in shifted], axis=3)
+
+
+def _part(x, axis, start, size):
+    """Returns `size` rows of x along an axis.
+
+    Not by indexing: its gradient takes as long as a matrix product, and tf2onnx compares an open end with a bound that
+    float16 cannot hold.
+    """
+    starts, sizes = [0] * len(x.shape), list(ops.shape(x))
+    starts[axis], sizes[axis] = start, size
+    return tf.slice(x, starts, sizes)
