@@ -114,12 +114,14 @@ class LocalAttention(keras.layers.Layer):
 
     def _attend(self, query, key, value, attend, query_positions, key_positions, training):
         """As `ScaledDotProductAttention`: float [B, N, ..., T, H] under a mask bool [B, 1, ..., 1 | T, S]."""
-        scores = attention_scores(query, key) + ops.where(attend, 0.0, MASKED)
+        masked = ops.where(attend, 0.0, MASKED)
+        scores = attention_scores(query, key) + masked
         if self.alibi:
             scores = scores + alibi(query_positions, key_positions, query.shape[1])
         weights = self.weight_dropout(ops.softmax(scores, axis=-1), training=training)
         context = tf.matmul(ops.cast(weights, self.compute_dtype), value)
-        has_key = ops.expand_dims(ops.any(attend, axis=-1), -1)  # [B, 1, ..., 1 | T, 1]
+        # The same as any(attend), which is five times as slow.
+        has_key = ops.max(masked, axis=-1, keepdims=True) == 0.0  # [B, 1, ..., 1 | T, 1]
         return context * ops.cast(has_key, self.compute_dtype)
 
     def compute_output_shape(self, query_shape, key_shape=None, value_shape=None, attend_shape=None):
