@@ -9,11 +9,11 @@ import numpy as np
 
 from pipeline.config import ModelConfig
 
-SIZES = {"d_model": 16, "num_heads": 4, "d_ff": 24, "num_layers": 2, "max_length": 12}
+SIZES = {"d_model": 16, "num_heads": 4, "d_ff": 24, "num_layers": 1, "max_length": 12}
 
 # Each option alone, and many at once.
 OPTIONS = {
-    "reference": {},
+    "reference": {"num_layers": 2},
     "learned": {"position": "learned"},
     "rope": {"position": "rope"},
     "alibi": {"position": "alibi"},
@@ -32,6 +32,7 @@ OPTIONS = {
     "local_alibi": {"attention": "local_global", "window": 3, "position": "alibi", "pooling": "cls"},
     "linear": {"attention": "linear"},
     "together": {
+        "num_layers": 2,
         "position": "rope",
         "pooling": "cls",
         "norm": "post",
@@ -46,7 +47,7 @@ OPTIONS = {
 
 def config_of(name):
     """Returns the `ModelConfig` of an option."""
-    return ModelConfig(**SIZES, **OPTIONS[name])
+    return ModelConfig(**{**SIZES, **OPTIONS[name]})
 
 
 def build(name, vocab_size, num_classes, **settings):
