@@ -55,7 +55,7 @@ class EncoderClassifier(keras.Model):
         num_experts: of a mixture-of-experts feed-forward network; 0 = one network for all tokens.
         top_k: experts that each token goes to.
         recompute: whether training computes each encoder layer again for its gradient instead of keeping its
-            activations; changes no result.
+            activations; changes no result but for rounding.
         chunked_above: "full" attention is computed in chunks, with memory that grows with the length, where
             `max_length` is above; in one piece elsewhere. The results and the weights are the same.
         seed: integer seed of initial values and dropout, or None for a random one.
@@ -219,7 +219,7 @@ class EncoderClassifier(keras.Model):
         for layer in (self.class_vector, self.position, *self.encoder_layers):
             if layer is not None:
                 layer.build(hidden_shape)
-        self._recomputed = [Recomputed(layer) for layer in self.encoder_layers]
+        self._recomputed = [Recomputed(layer, self.add_loss) for layer in self.encoder_layers]
         for layer in (self.head_norm, self.head):
             layer.build((None, self.d_model))
 

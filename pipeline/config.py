@@ -94,9 +94,9 @@ class ModelConfig(_Section):
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"
     num_kv_heads: Count = 0  # heads of keys and values, each shared by several of queries; 0: num_heads
     attention: Literal["full", "local", "local_global", "linear"] = "full"
-    window: Positive = 64  # of local attention: tokens on each side
-    global_tokens: Positive = 1  # of local_global: first tokens that see all and are seen by all
-    num_experts: Count = 0  # of a mixture-of-experts feed-forward network; 0: one network for all tokens
+    window: Annotated[int, Field(ge=1, le=65_536)] = 64  # of local attention: tokens on each side
+    global_tokens: Annotated[int, Field(ge=1, le=65_536)] = 1  # of local_global: first tokens, seeing all and seen
+    num_experts: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one feed-forward network for all tokens
     top_k: Positive = 2  # experts that each token goes to
 
     @pydantic.model_validator(mode="after")

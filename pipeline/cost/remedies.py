@@ -96,8 +96,9 @@ def ways_to_less_work(config, length):
     """Returns the `Way`s to fewer multiply-adds for a text, those that cost the model least first."""
     model = config.model
     widths = [model.window >> n for n in range(3)]
+    narrower = "local_global" if model.pooling == "cls" else "local"  # a class vector is to see the whole text
     local = [
-        {"attention": "local" if model.attention == "full" else model.attention, "window": window}
+        {"attention": narrower if model.attention == "full" else model.attention, "window": window}
         for window in widths
         if 3 * window < length and (model.attention == "full" or window < model.window)
     ]
@@ -115,7 +116,7 @@ def ways_to_less_work(config, length):
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """Settings, the figure that a job has with them, and what they formulas."""
+    """Settings, the figure that a job has with them, and what they cost."""
 
     settings: dict
     figure: float

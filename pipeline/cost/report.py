@@ -62,7 +62,7 @@ class Question:
             JobError: a length is no number in [1, max_length], or a latency is to be judged without measuring one.
         """
         names = [str(max(1, max_length // part)) for part in (8, 4, 2, 1)] if lengths == "" else lengths.split(",")
-        numbers = sorted({int(name) if name.strip().isdecimal() else 0 for name in names})
+        numbers = sorted({int(name) if name.strip().isdecimal() and len(name) < 10 else 0 for name in names})
         if numbers[0] < 1 or numbers[-1] > max_length:
             raise JobError(
                 f"--lengths must be whole numbers from 1 to model.max_length={max_length}, between commas; for longer "
@@ -182,23 +182,26 @@ def _judge_memory(sizes, question, measured):
 
 
 def _judge_latency(sizes, limit, measured):
-    """Lines about --latency-ms: the slowest measured length counts."""
-    slowest, length = max((found["answer_ms"], length) for length, found in measured.items())
+    """Lines about --latency-ms: the longest measured length counts."""
+    length = max(measured)
+    slowest = measured[length]["answer_ms"]
     what = f"one text of {length:,} tokens takes {slowest:,.1f} ms on TensorFlow"
     if slowest <= limit:
         return [f"within --latency-ms={limit:g}: {what}"]
     work = formulas.multiply_adds(sizes.config.model, length, sizes.num_classes)
     largest = max(work, key=work.get)
 
+    fixed = min(measured[length]["one_token_ms"], slowest)
+
     def figure(changed):
-        return slowest * changed.multiply_adds(length) / sizes.multiply_adds(length)
+        return fixed + (slowest - fixed) * changed.multiply_adds(length) / sizes.multiply_adds(length)
 
     why = f"{work[largest] / sum(work.values()):.0%} of its multiply-adds are for {largest}"
     return [
         f"over --latency-ms={limit:g}: {what}; {why}",
         f"  {_INT8}",
         *_suggest(sizes, ways_to_less_work(sizes.config, length), figure, limit, lambda ms: f"{ms:,.1f} ms"),
-        "  These figures are the measured one in proportion to the multiply-adds.",
+        f"  Of these, {fixed:,.1f} ms are what a text of one token takes; the rest goes with the multiply-adds.",
     ]
 
 

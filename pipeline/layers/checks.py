@@ -28,23 +28,35 @@ def check_token_valid(token_valid, x):
 
 
 def check_heads(query, key, value):
-    """Refuses what is no [B, N, T, H], [B, N, S, H], [B, N, S, H]."""
-    shapes = [tuple(x.shape) for x in (query, key, value)]
-    if any(len(s) != 4 for s in shapes) or len({s[-1] for s in shapes}) != 1:
+    """Refuses what is no float [B, N, T, H], [B, N, S, H], [B, N, S, H]."""
+    heads = (query, key, value)
+    shapes = [tuple(x.shape) for x in heads]
+    fits = all(len(s) == 4 for s in shapes) and len({s[-1] for s in shapes}) == 1
+    fits = fits and len({s[1] for s in shapes}) == 1 and _same(shapes[1][2], shapes[2][2])
+    if not fits or not all(keras.backend.is_float_dtype(x.dtype) for x in heads):
         raise ValueError(
-            "query [B, N, T, H], key [B, N, S, H] and value [B, N, S, H] must have rank 4 and one head size. "
-            f"Received: query={shapes[0]}, key={shapes[1]}, value={shapes[2]}"
+            "query [B, N, T, H], key [B, N, S, H] and value [B, N, S, H] must be float, of rank 4, one number of heads "
+            f"and one head size. Received: query={shapes[0]}, key={shapes[1]}, value={shapes[2]}, "
+            f"dtypes={', '.join(keras.backend.standardize_dtype(x.dtype) for x in heads)}"
         )
+
+
+def check_float(name, x):
+    """Refuses what is not float."""
+    if not keras.backend.is_float_dtype(x.dtype):
+        raise ValueError(f"{name} must be float. Received: {_described(x)}")
 
 
 def check_attend(attend, query, key):
     """Refuses what is no bool [B, 1 | T, S] for the heads `query` [B, N, T, H] and `key` [B, N, S, H]."""
     fits = len(attend.shape) == 3 and _same(attend.shape[2], key.shape[2])
+    fits = fits and (attend.shape[0] == 1 or _same(attend.shape[0], query.shape[0]))
     if fits and attend.shape[1] != 1:
         fits = _same(attend.shape[1], query.shape[2])
     if not fits or keras.backend.standardize_dtype(attend.dtype) != "bool":
         raise ValueError(
-            f"attend must be boolean [B, 1 | T, S], True = may attend, for T={query.shape[2]}, S={key.shape[2]}. "
+            f"attend must be boolean [B | 1, 1 | T, S], True = may attend, for B={query.shape[0]}, "
+            f"T={query.shape[2]}, S={key.shape[2]}. "
             f"Received: {_described(attend)}"
         )
 

@@ -5,7 +5,6 @@ from keras import ops
 
 from pipeline.layers.attention import MultiHeadAttention, causal_mask
 from pipeline.layers.dropout import Dropout
-from pipeline.layers.encoder import real_tokens
 from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.normalization import LayerNorm
 from pipeline.seeds import derive_seed
@@ -80,8 +79,7 @@ class PreNormDecoderLayer(keras.layers.Layer):
             self.cross_attention_norm(x), source, attend=source_attend, training=training
         )
         x = x + ops.cast(self.cross_attention_dropout(attended, training=training), x.dtype)
-        token_valid = real_tokens(attend)
-        transformed = self.feed_forward(self.feed_forward_norm(x), token_valid=token_valid, training=training)
+        transformed = self.feed_forward(self.feed_forward_norm(x), training=training)
         return x + ops.cast(self.feed_forward_dropout(transformed, training=training), x.dtype)
 
     def compute_output_shape(self, x_shape, source_shape=None, attend_shape=None, source_attend_shape=None):

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from pipeline.layers.checks import check_token_valid, check_vectors
 from pipeline.layers.dense import dense
 from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.seeds import derive_seed
@@ -38,8 +39,8 @@ def gate(probabilities, top_k):
 def balancing_loss(probabilities, choices, token_valid=None):
     """Returns E * sum over experts of f * P (Fedus et al. 2021, equation 4, without its factor): float32 scalar.
 
-    f is an expert's share of the choices and has no gradient, P its mean probability; both over real tokens only. It is
-    1 when all experts are equally probable, and E when one is always the only choice.
+    f is an expert's share of the choices, which have no gradient, P its mean probability; both over real tokens only.
+    It is 1 when all experts are equally probable, and E when one is always the only choice.
 
     Args:
         probabilities: float32 [tokens, E].
@@ -52,7 +53,7 @@ def balancing_loss(probabilities, choices, token_valid=None):
     chosen = tf.reduce_sum(tf.one_hot(choices, num_experts), axis=1) / choices.shape[-1]  # [tokens, E]
     shares = tf.reduce_sum(chosen * real[:, None], axis=0) / count
     means = tf.reduce_sum(probabilities * real[:, None], axis=0) / count
-    return num_experts * tf.reduce_sum(tf.stop_gradient(shares) * means)
+    return num_experts * tf.reduce_sum(shares * means)
 
 
 @keras.saving.register_keras_serializable(package="pipeline")
@@ -74,7 +75,7 @@ class MixtureOfExperts(keras.layers.Layer):
         load_balancing: weight of `balancing_loss`, which a call in training adds to the layer's `losses`.
 
     Raises:
-        ValueError: there are fewer than 2 experts, or not 1 <= top_k <= num_experts.
+        ValueError: there are fewer than 2 experts, not 1 <= top_k <= num_experts, or a negative `load_balancing`.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class MixtureOfExperts(keras.layers.Layer):
                 "num_experts must be at least 2, and top_k in [1, num_experts]. "
                 f"Received: num_experts={num_experts}, top_k={top_k}"
             )
+        if load_balancing < 0:
+            raise ValueError(f"load_balancing must be >= 0. Received: load_balancing={load_balancing}")
         self.num_experts = num_experts
         self.top_k = top_k
         self.d_ff = d_ff
@@ -108,12 +111,14 @@ class MixtureOfExperts(keras.layers.Layer):
             layer.build((None, x_shape[-1]))
 
     def call(self, x, token_valid=None, training=None):
-        """Maps float [B, T, D] to [B, T, D] in the compute dtype; `token_valid` is bool [B, T], None = all are real."""
+        """Maps float [B, T, D] to [B, T, D] in the compute dtype; `token_valid` bool [B | 1, T], None = all real."""
+        check_vectors("x", x)
         tokens = tf.reshape(x, [-1, x.shape[-1]])  # [B T, D]
         probabilities = tf.nn.softmax(self.router(tokens))  # [B T, E]
         weights, choices = gate(probabilities, self.top_k)
         if token_valid is not None:
-            token_valid = tf.reshape(token_valid, [-1])
+            check_token_valid(token_valid, x)
+            token_valid = tf.reshape(tf.broadcast_to(token_valid, tf.shape(x)[:2]), [-1])
             weights = tf.where(token_valid[:, None], weights, 0.0)
         if training and self.load_balancing:
             self.add_loss(self.load_balancing * balancing_loss(probabilities, choices, token_valid))

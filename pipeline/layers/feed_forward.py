@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from pipeline.layers.checks import check_float
 from pipeline.layers.dense import dense
 from pipeline.layers.dropout import Dropout
 from pipeline.seeds import derive_seed
@@ -66,6 +67,7 @@ class PositionwiseFeedForward(keras.layers.Layer):
 
     def call(self, x, token_valid=None, training=None):
         """Maps float [B, T, D] to float [B, T, D]; which tokens are real makes no difference here."""
+        check_float("x", x)
         hidden = ops.cast(self.hidden(x), "float32")  # [B, T, F]
         if self.gate is not None:
             hidden = tf.nn.silu(ops.cast(self.gate(x), "float32")) * hidden

@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from pipeline.layers.checks import check_float
+
 EPSILON = 1e-5
 
 
@@ -19,6 +21,7 @@ class LayerNorm(keras.layers.Layer):
 
     def call(self, x):
         """Maps float [..., D] to float32 [..., D]."""
+        check_float("x", x)
         return _normalize(x) * self.gamma + self.beta
 
     def compute_output_shape(self, x_shape):

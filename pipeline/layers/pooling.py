@@ -4,10 +4,10 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from pipeline.layers.attention import MASKED
 from pipeline.layers.checks import check_token_valid
 from pipeline.seeds import derive_seed
 
-_MASKED = -1e30  # below every real value, and finite: 0 times it is 0
 
 @keras.saving.register_keras_serializable(package="pipeline")
 class MaskedMeanPooling(keras.layers.Layer):
@@ -47,7 +47,7 @@ class MaskedMaxPooling(MaskedMeanPooling):
         """Pools; arguments and result as of `MaskedMeanPooling`."""
         check_token_valid(token_valid, x)
         valid = ops.expand_dims(token_valid, -1)  # [B, T, 1]
-        highest = ops.max(ops.cast(x, "float32") + ops.where(valid, 0.0, _MASKED), axis=1)  # [B, D]
+        highest = ops.max(ops.cast(x, "float32") + ops.where(valid, 0.0, MASKED), axis=1)  # [B, D]
         return highest * ops.cast(ops.any(valid, axis=1), "float32")
 
 

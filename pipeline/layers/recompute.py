@@ -6,15 +6,18 @@ import tensorflow as tf
 class Recomputed:
     """Calls a layer and keeps nothing of it for the gradient but its input: the gradient computes the layer again.
 
-    Nothing else changes: outputs and gradients are the same, bit for bit on one device. Dropout draws the same masks
-    again, and its state moves once. What the layer adds with `add_loss` is in its `losses`, with a gradient.
+    Nothing else changes: outputs and gradients are the same up to rounding (bit for bit in most models on one device;
+    TensorFlow may fuse an operation in one of the two ways only). Dropout draws the same masks again, and its state
+    moves once.
 
     Args:
         layer: a built Keras layer with one output and without weight regularizers, e.g. a `PreNormEncoderLayer`.
+        add_loss: called with each loss that the layer adds, a scalar with a gradient: `add_loss` of the model.
     """
 
-    def __init__(self, layer):
+    def __init__(self, layer, add_loss):
         self.layer = layer
+        self._add_loss = add_loss
         # Now, not in a call: Keras would hand them out in the compute dtype of the model that calls.
         self._weights = [v.value for v in layer.trainable_variables]
         self._states = [v.value for v in layer.non_trainable_variables]  # of dropout
@@ -48,7 +51,7 @@ class Recomputed:
 
         output, *losses = forgetful(x, *(tf.convert_to_tensor(weight) for weight in self._weights))
         for loss in losses:
-            self.layer.add_loss(loss)
+            self._add_loss(loss)
         return output
 
 

@@ -198,6 +198,8 @@ def test_unknown_keys_at_the_top(refuse, line, key, advice):
         ("model.num_kv_heads=3", "num_heads=8, num_kv_heads=3"),
         ("model.attention=sparse", "attention='sparse'"),
         ("model.window=0", "window=0"),
+        ("model.window=3000000000", "window=3000000000"),
+        ("model.num_experts=100000", "num_experts=100000"),
         ("model.global_tokens=0", "global_tokens=0"),
         ("model.num_experts=1", "num_experts=1"),
         ("model.top_k=0", "top_k=0"),

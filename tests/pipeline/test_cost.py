@@ -323,7 +323,7 @@ def test_classes_are_those_of_the_prepared_data(sizes):
 
 
 def measured(growth, answer_ms, peak):
-    return {"step_ms": 12.0, "answer_ms": answer_ms, "growth": growth, "peak": peak}
+    return {"step_ms": 12.0, "answer_ms": answer_ms, "one_token_ms": 1.0, "growth": growth, "peak": peak}
 
 
 def test_measured_figures_stand_beside_the_formulas_and_decide(sizes, monkeypatch):

@@ -7,12 +7,17 @@ import tensorflow as tf
 from pipeline.classifier import EncoderClassifier, build_classifier
 from pipeline.config import ModelConfig, TrainingConfig
 from pipeline.layers import (
+    ChunkedAttention,
     ClassVector,
     FirstPooling,
     LearnedPosition,
+    LinearAttention,
+    LocalAttention,
     MaskedMaxPooling,
     MaskedMeanPooling,
+    MixtureOfExperts,
     MultiHeadAttention,
+    PositionwiseFeedForward,
     PostNormEncoderLayer,
     PreNormEncoderLayer,
     RotaryPosition,
@@ -20,6 +25,7 @@ from pipeline.layers import (
     SinusoidalPosition,
 )
 from pipeline.layers.attention import MASKED, causal_mask, padding_mask
+from pipeline.layers.normalization import LayerNorm
 from pipeline.train_step import TrainStep
 
 SIZE, HEADS, LENGTH = 8, 2, 6
@@ -178,7 +184,18 @@ HEAD = np.ones((3, HEADS, 4, 4), np.float32)
         (lambda: LearnedPosition(3)(X), "max_length=3. Received: length=4"),
         (lambda: RotaryPosition(3)(HEAD), "max_length=3. Received: length=4"),
         (lambda: RotaryPosition(9)(HEAD[..., :3]), "Received: head size=3"),
-        (lambda: RotaryPosition(9)(X), r"must have rank 4.*query=\(3, 4, 8\)"),
+        (lambda: ScaledDotProductAttention()(HEAD, HEAD, HEAD[:, :, :3]), r"value=\(3, 2, 3, 4\)"),
+        (lambda: ScaledDotProductAttention()(HEAD, HEAD[:, :1], HEAD[:, :1]), r"of heads.*key=\(3, 1, 4, 4\)"),
+        (lambda: ScaledDotProductAttention()(*[HEAD.astype(np.int32)] * 3), "must be float.*dtypes=int32"),
+        (lambda: LocalAttention(3)(HEAD, HEAD, HEAD[:, :, :3]), r"value=\(3, 2, 3, 4\)"),
+        (lambda: ChunkedAttention()(HEAD, HEAD, HEAD[:, :, :3]), r"value=\(3, 2, 3, 4\)"),
+        (lambda: LinearAttention()(HEAD, HEAD, HEAD[:, :, :3]), r"value=\(3, 2, 3, 4\)"),
+        (lambda: MultiHeadAttention(SIZE, HEADS)(X, attend=VALID[:2, None]), r"for B=3.*shape=\(2, 1, 4\)"),
+        (lambda: PositionwiseFeedForward(4)(X.astype(np.int32)), "x must be float. Received: .*dtype=int32"),
+        (lambda: LayerNorm()(X.astype(np.int32)), "x must be float. Received: .*dtype=int32"),
+        (lambda: MixtureOfExperts(2, 1, 4)(X, VALID[:, :2]), r"token_valid must be boolean.*shape=\(3, 2\)"),
+        (lambda: MixtureOfExperts(2, 1, 4, load_balancing=-1), "Received: load_balancing=-1"),
+        (lambda: RotaryPosition(9)(X), r"of rank 4.*query=\(3, 4, 8\)"),
         (lambda: MaskedMeanPooling()(X, VALID.astype(np.float32)), r"token_valid must be boolean.*dtype=float32"),
         (lambda: MaskedMaxPooling()(X, VALID.astype(np.int32)), r"token_valid must be boolean.*dtype=int32"),
         (lambda: FirstPooling()(X, VALID[..., None]), r"token_valid must be boolean.*shape=\(3, 4, 1\)"),

@@ -187,7 +187,11 @@ def test_compiled_by_xla(name):
         np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["attention", "feed_forward", "encoder", "dropout", "classifier"])
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "chunked_attention", "local_attention", "feed_forward", "encoder", "post_norm", "decoder", "dropout",
+     "classifier"],
+)
 def test_trained_by_xla(name):
     """Dropout drops there as well, the same from the same state; XLA draws other numbers than TensorFlow does."""
     layer, arrays = CASES[name][0](), [tf.constant(a) for a in make_arrays(name)]

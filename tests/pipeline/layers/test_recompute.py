@@ -55,13 +55,12 @@ def test_training_gives_the_same_bit_for_bit(sizes, training):
         np.testing.assert_array_equal(a, b)
 
 
-def losses_and_gradients(call, layer, x, attend):
+def losses_and_gradients(call, losses, weights, x, attend):
     with tf.GradientTape() as tape:
         tape.watch(x)
         out = call(x, attend=attend, training=True)
-        total = tf.reduce_sum(tf.square(out)) + tf.add_n(layer.losses or [0.0])
-    weights = [v.value for v in layer.trainable_variables]
-    return out, layer.losses, [tf.convert_to_tensor(g) for g in tape.gradient(total, [x, *weights])]
+        total = tf.reduce_sum(tf.square(out)) + tf.add_n(losses() or [0.0])
+    return out, losses(), [tf.convert_to_tensor(g) for g in tape.gradient(total, [x, *weights])]
 
 
 def encoder_layer():
@@ -78,12 +77,15 @@ def test_masks_losses_and_states_are_those_of_the_layer(compiled):
     layer = encoder_layer()
     states = [v.numpy() for v in layer.non_trainable_variables]
     found, after = [], []
-    for call in (layer, Recomputed(layer)):
+    weights, added = [v.value for v in layer.trainable_variables], []
+    for call, losses in ((layer, lambda: layer.losses), (Recomputed(layer, added.append), lambda: added)):
         for variable, state in zip(layer.non_trainable_variables, states, strict=True):
             variable.assign(state)
 
-        def run(x, attend, call=call):
-            return losses_and_gradients(call, layer, x, attend)
+        def run(x, attend, call=call, losses=losses):
+            added.clear()
+            out, found, gradients = losses_and_gradients(call, losses, weights, x, attend)
+            return out, list(found), gradients
 
         run = tf.function(run) if compiled else run
         found.append([run(x, attend) for _ in range(2)])
