@@ -117,7 +117,7 @@ def test_only_training_recomputes():
 
 _MEMORY = """
 import json, sys
-from pipeline.runtime import start_tensorflow
+from pipeline.runtime import start_tensorflow, trim_memory
 start_tensorflow()
 import numpy as np, tensorflow as tf
 from pipeline.classifier import build_classifier
@@ -135,6 +135,7 @@ for recompute in (True, False):
     model = build_classifier(config, 100, 2, seed=1, recompute=recompute)
     step = TrainStep(model, TrainingConfig(), np.ones(2))
     step([(np.full((1, 2), 3, np.int32), np.zeros(1, np.int32))], 1e-3)
+    trim_memory()
     before = memory("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak so far, of the import and of tracing, is forgotten
