@@ -7,7 +7,8 @@ class Recomputed:
     """Calls a layer and keeps nothing of it for the gradient but its input: the gradient computes the layer again.
 
     Nothing else changes: outputs and gradients are the same, bit for bit on one device. Dropout draws the same masks
-    again, and its state moves once. What the layer adds with `add_loss` is in its `losses`, with a gradient.
+    again, and its state moves once. What the layer adds with `add_loss` is in its `losses`, with a gradient, until the
+    model that it is part of is called again.
 
     Args:
         layer: a built Keras layer with one output and without weight regularizers, e.g. a `PreNormEncoderLayer`.
