@@ -341,6 +341,8 @@ class Job:
         self.console.note(f"data: {summary.describe_rows(report)}; vocabulary {report['vocab_size']}")
         for line in report["warnings"]:
             self.console.warn(line)
+        if self.config.data.unlabelled and not self.config.pretraining.epochs:
+            self.console.warn("data.unlabelled is not used: pretraining.epochs is 0")
 
     def _step(self, line):
         self.stop()

@@ -85,8 +85,11 @@ def ways_to_less_memory(config, length):
         {"batch_tokens": training.batch_tokens // n, "accumulate_batches": training.accumulate_batches * n}
         for n in parts
     ]
+    rates = {config.model.dropout, config.model.head_dropout} - {0.0}
+    same_rate = [{"model": {"head_dropout": config.model.dropout or 0.0}}] if len(rates) == 2 else []
     return [
         Way("the same optimizer step in parts", [{"training": keys} for keys in batches]),
+        Way("one table of dropout masks less", same_rate),
         Way("a third more multiply-adds", [] if training.recompute else [{"training": {"recompute": True}}]),
         *ways_to_less_work(config, length),
     ]

@@ -8,8 +8,12 @@ from pipeline.cost.measurement import measure_length
 from pipeline.cost.remedies import Sizes, describe, remedies, remedy_of_all, ways_to_less_memory, ways_to_less_work
 from pipeline.errors import Interrupted, JobError, PipelineError
 
-# Measured on a CPU: it holds for no other version of TensorFlow, so it is told and not added.
-_PROGRAM = "The program itself comes on top: some 0.7 GB for TensorFlow and up to 40 MB a layer for its graphs."
+# Measured on a CPU with TensorFlow 2.21, from 10 to 40 MB a layer: benchmarks/NOTES.md.
+_PROGRAM_BYTES, _GRAPH_BYTES = 0.65e9, 40e6
+_PROGRAM = (
+    "The program itself comes on top: some 0.65 GB for TensorFlow and up to 40 MB a layer for its graphs. A budget of "
+    "--memory-gb is for all of it."
+)
 _MEASURED = (
     "Measured on this machine, memory as the process's VmHWM; a step adds activations, gradients and workspace to what "
     "lies in memory between steps:"
@@ -30,7 +34,6 @@ _WHY = {
     "pooling": "grows with training.batch_tokens and model.d_model",
     "backward workspace": "grows with training.batch_tokens",
     "dropout tables": "one of a fixed size for each dropout rate; rates of 0, or equal ones, need less",
-    "program": "TensorFlow, its graphs and what the formulas do not know",
     **dict.fromkeys(
         ("weights", "optimizer moments", "gradients", "gradient sums", "averaged weights"), "grows with the parameters"
     ),
@@ -160,23 +163,25 @@ def _judge_memory(sizes, question, measured):
 
     def terms(length):
         parts = sizes.training_memory(length)
-        # What else the process had: what no formula here knows, and no option changes.
-        beside = measured[length]["peak"] - sum(parts.values()) if length in measured else 0
-        return {**parts, "program": beside}
+        # What no formula here knows, and no option changes.
+        if length in measured:
+            return {**parts, "program": measured[length]["peak"] - sum(parts.values())}
+        return {**parts, "program": _PROGRAM_BYTES + sizes.config.model.num_layers * _GRAPH_BYTES}
 
     total, length = max((sum(terms(length).values()), length) for length in question.lengths)
     what = f"a training step at {length:,} tokens needs {_gigabytes(total)}"
     if total <= limit:
         return [f"within --memory-gb={question.memory_gb:g}: {what}"]
     parts = terms(length)
+    program = parts.pop("program")
     largest = max(parts, key=parts.get)
 
     def figure(changed):
-        return sum(changed.training_memory(length).values()) + parts["program"]
+        return sum(changed.training_memory(length).values()) + program
 
-    why = f"of which {_gigabytes(parts[largest])} for {largest}: {_WHY[largest]}"
+    why = f"{_gigabytes(program)} for the program itself, {_gigabytes(parts[largest])} for {largest}: {_WHY[largest]}"
     return [
-        f"over --memory-gb={question.memory_gb:g}: {what}, {why}",
+        f"over --memory-gb={question.memory_gb:g}: {what}, of which {why}",
         *_suggest(sizes, ways_to_less_memory(sizes.config, length), figure, limit, _gigabytes),
     ]
 

@@ -19,9 +19,10 @@ class PreNormEncoderLayer(keras.layers.Layer):
     softmax, activation and dropout are float32.
 
     Args:
-        num_heads: number of attention heads; divides the size of the input vectors.
-        d_ff: size of the feed-forward network's hidden layer.
-        dropout: share dropped in training: of attention weights, of hidden values, of both branches.
+        num_heads: number of attention heads; divides the size of the input vectors. Of no effect with `attention`.
+        d_ff: size of the feed-forward network's hidden layer. Of no effect with `feed_forward`.
+        dropout: share dropped in training: of attention weights, of hidden values, of both branches; of the branches
+            alone where the pieces are given.
         seed: integer seed of initial values and dropout, or None for a random one.
         attention: a layer in the place of `MultiHeadAttention(D, num_heads, dropout)`, e.g. one with another core.
         feed_forward: a layer in the place of `PositionwiseFeedForward(d_ff, dropout)`, e.g. `MixtureOfExperts`.
@@ -56,6 +57,10 @@ class PreNormEncoderLayer(keras.layers.Layer):
                 self.d_ff, dropout, seed=seed("feed_forward"), dtype=policy, name="feed_forward"
             )
         self.feed_forward_dropout = Dropout(dropout, seed=seed("feed_forward_dropout"), dtype="float32")
+        for name, piece in (("attention", self.attention), ("feed_forward", self.feed_forward)):
+            made = piece.compute_output_shape(x_shape)
+            if made[-1] != x_shape[-1]:
+                raise ValueError(f"{name} must make vectors of the size of x, {x_shape[-1]}. Received: size={made[-1]}")
         for layer in (self.attention_norm, self.attention, self.feed_forward_norm, self.feed_forward):
             if not layer.built:  # a piece that was loaded from a file is
                 layer.build(x_shape)

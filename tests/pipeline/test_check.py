@@ -355,3 +355,31 @@ def test_command_leaves_an_unfinished_run_as_it_was(tmp_path):
     assert re.search(r"^FAILED  labels: .*contradict each other", done.stdout, re.MULTILINE)
     assert snapshot(job.run_dir) == before
     assert sorted(path.name for path in job.run_dir.parent.iterdir()) == [".tiny.lock", "tiny"]
+
+
+# Experts.
+
+
+def test_an_expert_without_tokens_is_no_failure_and_a_cut_off_router_is_one(subject):
+    experts = with_settings(subject, model={"num_experts": 8, "top_k": 1}, training={"recompute": True})
+
+    def avoid_expert_3(model):
+        model.encoder_layers[0].feed_forward.router.bias.assign([0.0, 0.0, 0.0, -50.0, 0.0, 0.0, 0.0, 0.0])
+
+    result = checks.check_gradients(changed(experts, avoid_expert_3))
+    assert result.ok, result.line
+    assert "experts got none of these tokens" in result.line
+
+    def cut_off(model):
+        router = model.encoder_layers[0].feed_forward.router
+        call = router.call
+        router.call = lambda x, training=None: ops.stop_gradient(call(x))
+
+    result = checks.check_gradients(changed(experts, cut_off))
+    assert not result.ok
+    assert "feed_forward/router/kernel" in result.line
+
+
+@pytest.mark.slow
+def test_a_job_with_experts_passes(subject):
+    check(with_settings(subject, model={"num_experts": 4, "top_k": 2}, training={"recompute": True}), Lines())

@@ -204,3 +204,52 @@ def test_a_text_without_tokens_trains():
     train_step = make(DROPPING, r_drop=1.0)
     batch = np.zeros((2, 3), np.int32), np.array([0, 1], np.int32)
     assert all(map(math.isfinite, train_step([batch], RATE)))
+
+
+# Experts.
+
+EXPERTS = SIZES.model_copy(update={"num_experts": 4, "top_k": 1, "num_layers": 2})
+
+
+def balancing_reference(batches, weight):
+    """(loss without balance, gradients with it) of the first step: batches as (token_ids, labels), all rows alike."""
+    model = build_classifier(EXPERTS, 20, 3, seed=1)
+    count = sum(len(labels) for _, labels in batches)
+    with tf.GradientTape() as tape:
+        loss = objective = 0.0
+        for token_ids, labels in batches:
+            logits = model(token_ids, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            assert len(model.losses) == 2  # a layer each
+            loss += tf.reduce_sum(losses) / count
+            objective += weight * tf.add_n(model.losses) * len(labels) / count
+        objective += loss
+    return float(loss), [tf.convert_to_tensor(g).numpy() for g in tape.gradient(objective, model.trainable_variables)]
+
+
+@pytest.mark.parametrize("r_drop", [0.0, 5.0])
+def test_the_balance_of_experts_is_in_the_objective_and_not_in_the_loss(r_drop):
+    expected, gradients = balancing_reference([BATCH], 0.5)
+    train_step = make(EXPERTS, load_balancing=0.5, r_drop=r_drop, clip_norm=1e6)  # without dropout R-Drop adds nothing
+    assert train_step([BATCH], RATE)[0] == pytest.approx(expected, rel=1e-5)
+    assert_all_close(gradients_of(train_step), gradients, atol=1e-6, rtol=1e-4)
+    without = make(EXPERTS, load_balancing=0.0, clip_norm=1e6)
+    without([BATCH], RATE)
+    difference = global_norm([a - b for a, b in zip(gradients_of(without), gradients, strict=True)])
+    assert difference > 0.01
+
+
+def test_the_balance_of_accumulated_batches_counts_by_their_rows():
+    token_ids, labels = BATCH
+    batches = [(token_ids[:1], labels[:1]), (token_ids[1:], labels[1:])]
+    expected, gradients = balancing_reference(batches, 0.5)
+    train_step = make(EXPERTS, load_balancing=0.5, accumulate_batches=2, clip_norm=1e6)
+    assert train_step(batches, RATE)[0] == pytest.approx(expected, rel=1e-5)
+    assert_all_close(gradients_of(train_step), gradients, atol=1e-6, rtol=1e-4)
+
+
+def test_the_balance_is_scaled_with_the_loss_in_float16():
+    _, gradients = balancing_reference([BATCH], 0.5)
+    train_step = make(EXPERTS, load_balancing=0.5, precision="mixed_float16", clip_norm=1e6)
+    _, norm = train_step([BATCH], RATE)
+    assert norm == pytest.approx(global_norm(gradients), rel=0.02)

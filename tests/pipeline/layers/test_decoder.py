@@ -37,8 +37,8 @@ def in_numpy(layer, x, source, attend, source_attend):
         return scaled * weights[f"{name}/gamma"] + weights[f"{name}/beta"]
 
     def attention(query, source, attend, name):
-        query, key = linear(query, f"{name}/query"), linear(source, f"{name}/key")
-        value = linear(source, f"{name}/value")
+        query = linear(query, f"{name}/query")
+        key, value = (linear(source, f"{name}/{part}") for part in ("key", "value"))
         context = np.zeros_like(query)
         for head in np.split(np.arange(query.shape[-1]), HEADS):
             for b, t in np.ndindex(query.shape[:2]):

@@ -177,6 +177,7 @@ HEAD = np.ones((3, HEADS, 4, 4), np.float32)
         (lambda: MultiHeadAttention(SIZE, 3), "num_heads. Received: d_model=8, num_heads=3"),
         (lambda: MultiHeadAttention(SIZE, 4, num_kv_heads=3), "Received: num_heads=4, num_kv_heads=3"),
         (lambda: MultiHeadAttention(SIZE, 4, num_kv_heads=-1), "Received: num_heads=4, num_kv_heads=-1"),
+        (lambda: PreNormEncoderLayer(2, 4, attention=MultiHeadAttention(6, 2))(X), "size of x, 8. Received: size=6"),
         (lambda: PreNormEncoderLayer(2, 4)(X[0]), r"x must be float .*shape=\(4, 8\)"),
         (lambda: PostNormEncoderLayer(2, 4)(X[None]), r"x must be float .*shape=\(1, 3, 4, 8\)"),
         (lambda: SinusoidalPosition(4)(X[0]), r"x must be float .*shape=\(4, 8\)"),

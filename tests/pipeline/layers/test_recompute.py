@@ -1,9 +1,3 @@
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,7 +10,6 @@ from pipeline.train_step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-ROOT = Path(__file__).parents[3]
 SIZES = ModelConfig(d_model=16, num_heads=2, d_ff=24, num_layers=2, dropout=0.1, head_dropout=0.1, max_length=16)
 
 
@@ -91,7 +84,7 @@ def test_masks_losses_and_states_are_those_of_the_layer(compiled):
         found.append([run(x, attend) for _ in range(2)])
         after.append([v.numpy() for v in layer.non_trainable_variables])
     for plain, again in zip(*found, strict=True):
-        assert len(plain[1]) == len(again[1]) == 1
+        assert float(plain[1][0]) > 0.5
         for a, b in zip(tf.nest.flatten(again), tf.nest.flatten(plain), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
     assert not np.allclose(found[0][0][0], found[0][1][0], atol=1e-3)  # each call draws other masks
@@ -117,45 +110,17 @@ def test_only_training_recomputes():
     assert [v.path for v in model.weights] == [v.path for v in plain.weights]
 
 
-_MEMORY = """
-import json, sys
-from pipeline.runtime import start_tensorflow
-start_tensorflow()
-import numpy as np, tensorflow as tf
-from pipeline.classifier import build_classifier
-from pipeline.config import ModelConfig, TrainingConfig
-from pipeline.train_step import TrainStep
-
-def memory(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name))
-
-d_model, num_layers, batch, length = json.loads(sys.argv[1])
-config = ModelConfig(d_model=d_model, num_heads=8, d_ff=3 * d_model, num_layers=num_layers, max_length=length)
-grown = {}
-for recompute in (True, False):
-    model = build_classifier(config, 100, 2, seed=1, recompute=recompute)
-    step = TrainStep(model, TrainingConfig(), np.ones(2))
-    step([(np.full((1, 2), 3, np.int32), np.zeros(1, np.int32))], 1e-3)
-    before = memory("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak so far, of the import and of tracing, is forgotten
-    for _ in range(2):
-        step([(np.full((batch, length), 3, np.int32), np.zeros(batch, np.int32))], 1e-3)
-    grown[str(recompute)] = memory("VmHWM") - before
-print(json.dumps(grown))
-"""
-
-
 def test_takes_less_memory():
-    done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, json.dumps([64, 8, 16, 128])],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    grown = json.loads(done.stdout)
-    assert grown["True"] < 0.6 * grown["False"], grown
+    # Counted by TensorFlow's allocator: what the process has of the system is a pool that only grows.
+    token_ids, labels = np.full((16, 128), 3, np.int32), np.zeros(16, np.int32)
+    sizes = SIZES.model_copy(update={"num_layers": 4, "max_length": 128})
+    grown = []
+    for recompute in (False, True):
+        model = build_classifier(sizes, 40, 3, seed=1, recompute=recompute)
+        step = TrainStep(model, TrainingConfig(), np.ones(3))
+        step([BATCHES[0]], 1e-3)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        step([(token_ids, labels)], 1e-3)
+        grown.append((tf.config.experimental.get_memory_info("CPU:0")["peak"] - before) / 2**20)
+    assert grown[1] < 0.5 * grown[0], grown
