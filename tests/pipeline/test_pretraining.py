@@ -244,3 +244,14 @@ def test_answers_that_are_not_finite_after_an_epochs_last_step(data_file, tmp_pa
     dataset.prepare(job, tmp_path / "data")
     with pytest.raises(TrainingError, match="data.validation are not finite after step 1:.*lower pretraining.learning"):
         training.train(job, tmp_path, KEY, Stub())
+
+
+@pytest.mark.parametrize("share", [0.05, 0.6])
+def test_the_share_of_masked_tokens_is_the_jobs(data_file, run_dir, share):
+    job = make_job(data_file, pretraining={"masked_share": share})
+    task = Pretraining(job, run_dir, OneDevice())
+    texts, plan = task.make_epoch(0, lambda: None)
+    counts = [task.batch(texts, indices, 0) for indices in plan]
+    tokens = sum(np.count_nonzero(targets) for _, targets, _ in counts)
+    found = sum(mask.sum() for *_, mask in counts) / tokens
+    assert found == pytest.approx(share, abs=4 * (share * (1 - share) / tokens) ** 0.5)

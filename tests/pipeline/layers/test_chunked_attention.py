@@ -140,12 +140,45 @@ for core in cores:
 print(json.dumps(grown))
 """
 
+# Eight of them, one after the other, as in a model: [2, T, 512] scores are 17 MB.
+_MEMORY_OF_LAYERS = """
+import json
+import tensorflow as tf
+from pipeline.layers import ChunkedAttention
+from tests.memory import peak
+
+cores = [ChunkedAttention(chunk=512) for _ in range(8)]
+
+@tf.function(input_signature=[tf.TensorSpec([1, 2, None, 8])])
+def gradient(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x
+        for core in cores:
+            y = y + core(y, y, y)
+    return tape.gradient(y, x)
+
+gradient(tf.ones((1, 2, 200, 8)))
+before = peak()
+gradient(tf.ones((1, 2, 4096, 8)))
+print(json.dumps(peak() - before))
+"""
+
+
+def run(script):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_layers_do_not_begin_their_gradients_ahead_of_time():
+    """Each would keep the matrices of its first chunk until the gradient of the next layer is there."""
+    assert run(_MEMORY_OF_LAYERS) < 8 * 2 * 4096 * 512 * 4
+
 
 def test_memory_grows_with_the_length_alone():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run([sys.executable, "-c", _MEMORY], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    *grown, plain = json.loads(done.stdout.splitlines()[-1])
+    *grown, plain = run(_MEMORY)
     matrix = 2 * 4096 * 4096 * 4  # one float32 [N, T, T]: 134 MB
     assert max(grown) < matrix / 2
     assert plain > 2 * matrix  # so it is something that the measure sees

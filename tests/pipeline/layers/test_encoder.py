@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 
 from pipeline.layers import (
+    MixtureOfExperts,
     MultiHeadAttention,
     PositionwiseFeedForward,
     PostNormEncoderLayer,
@@ -112,3 +113,21 @@ def test_given_pieces_take_the_place_of_the_plain_ones():
 def plain_seed(layer, x):
     layer(x)
     return layer.attention.seed
+
+
+@pytest.mark.parametrize("layer_class", [PreNormEncoderLayer, PostNormEncoderLayer])
+def test_padding_has_no_part_in_the_balance_of_experts(layer_class):
+    experts = MixtureOfExperts(3, 1, 12, seed=2, load_balancing=1.0)
+    layer, x = layer_class(2, 12, seed=3, feed_forward=experts), random(2, 4, 8)
+
+    def balance(x, attend):
+        layer(x, attend=attend, training=True)
+        return float(layer.losses[0])
+
+    expected = balance(x, np.ones((2, 1, 4), bool))
+    padded = np.concatenate([x, random(2, 3, 8, seed=1)], axis=1)
+    found = balance(padded, np.broadcast_to(np.arange(7) < 4, (2, 1, 7)))
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert balance(padded, np.ones((2, 1, 7), bool)) != pytest.approx(expected, abs=1e-4)
+    causal = np.tril(np.ones((1, 4, 4), bool))  # one mask for all texts
+    layer(x, attend=causal, training=True)
