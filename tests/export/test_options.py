@@ -55,6 +55,26 @@ def models(tokenizer):
     return {name: build(name, tokenizer.vocab_size, len(LABELS)) for name in OPTIONS}
 
 
+@pytest.fixture(scope="module")
+def expected(models, tokenizer):
+    """Option -> (batches of token ids with the model's logits, probabilities of TEXTS); each computed once."""
+    from pipeline.classifier import compile_predict
+
+    found = {}
+    for name, model in models.items():
+        predict = compile_predict(model)
+        batches = [(token_ids, np.asarray(predict(token_ids))) for token_ids in make_ids(tokenizer.vocab_size)]
+        found[name] = batches, _probabilities(predict, tokenizer)
+    return found
+
+
+def _probabilities(predict, tokenizer):
+    rows = tokenizer.encode(TEXTS, SIZES["max_length"])
+    logits = [np.asarray(predict(row[None] if len(row) else np.zeros((1, 1), np.int32)))[0] for row in rows]
+    powers = np.exp(logits - np.max(logits, axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
 def _precisions(name):
     """All that the option can have: ONNX Runtime's own attention is the plain one."""
     config = config_of(name)
@@ -86,12 +106,11 @@ def _run(path, output, token_ids):
 
 
 @every_option
-def test_onnx_files(models, directory, tokenizer, name):
+def test_onnx_files(expected, directory, tokenizer, name):
     for precision in _precisions(name):
         path = directory / f"{name}.{precision}.onnx"
         fusion.check_counts(precision, fusion.count_operators(onnx.load(path)), config_of(name))
-        for token_ids in make_ids(tokenizer.vocab_size):
-            logits = np.asarray(models[name](token_ids))
+        for token_ids, logits in expected[name][0]:
             found = _run(path, "logits", token_ids)
             atol = {"int8": INT8_ATOL, "float16": FLOAT16_TOLERANCE}.get(precision, ATOL)
             np.testing.assert_allclose(found, logits, rtol=0, atol=atol, err_msg=precision)
@@ -124,28 +143,20 @@ def test_a_wrong_id_has_no_answer_on_a_gpu_either(directory, tokenizer, name):
         assert np.isfinite(found[[0, 3]]).all()
 
 
-def _expected(model, tokenizer):
-    rows = tokenizer.encode(TEXTS, SIZES["max_length"])
-    logits = [np.asarray(model(row[None] if len(row) else np.zeros((1, 1), np.int32)))[0] for row in rows]
-    powers = np.exp(logits - np.max(logits, axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
-def test_text_graphs(models, directory, tokenizer):
+def test_text_graphs(expected, directory):
     paths = {str(directory / f"{name}.text.onnx"): name for name in OPTIONS}
     for path, found in run_python(_TEXT_GRAPHS, json.dumps(TEXTS), *paths).items():
-        expected = _expected(models[paths[path]], tokenizer)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=ATOL, err_msg=paths[path])
+        np.testing.assert_allclose(found, expected[paths[path]][1], rtol=0, atol=ATOL, err_msg=paths[path])
 
 
 @every_option
-def test_saved_model(models, tokenizer, tmp_path, name):
+def test_saved_model(models, expected, tokenizer, tmp_path, name):
     import tensorflow as tf
 
     export_saved_model(models[name], tmp_path, LABELS, tokenizer.model, SIZES["max_length"])
     signatures = tf.saved_model.load(str(tmp_path)).signatures
     found = signatures["serving_default"](text=tf.constant(TEXTS))["probabilities"]
-    np.testing.assert_allclose(found, _expected(models[name], tokenizer), rtol=0, atol=ATOL)
-    for token_ids in make_ids(tokenizer.vocab_size):
+    np.testing.assert_allclose(found, expected[name][1], rtol=0, atol=ATOL)
+    for token_ids, logits in expected[name][0]:
         found = signatures["token_ids"](token_ids=tf.constant(token_ids))["logits"]
-        np.testing.assert_allclose(found, models[name](token_ids), rtol=0, atol=ATOL)
+        np.testing.assert_allclose(found, logits, rtol=0, atol=ATOL)

@@ -19,6 +19,8 @@ VOCABULARY, CLASSES = 40, 3
 POLICIES = {"float32": 1e-5, "mixed_float16": 0.02, "mixed_bfloat16": 0.15}
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a softmax over axis")
+# What differs in how it computes with padding.
+IN_HALF_PRECISION = ["reference", "max", "post", "local_alibi", "linear", "together"]
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 
@@ -41,9 +43,12 @@ def test_every_option_makes_a_difference(models):
         assert not np.allclose(answers[name], answers["reference"], atol=1e-3), name
 
 
-@every_option
-@pytest.mark.parametrize("policy", POLICIES)
-def test_padding_changes_nothing(models, name, policy):
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, "float32") for name in OPTIONS]
+    + [(name, policy) for name in IN_HALF_PRECISION for policy in POLICIES if policy != "float32"],
+)
+def test_padding_changes_nothing(name, policy):
     """0, 5 or 60 columns of it, and whatever PAD's embedding is; the batch mates neither."""
     config = config_of(name).model_copy(update={"max_length": 80, "dropout": 0.1})
     model = build_classifier(config, VOCABULARY, CLASSES, seed=5, dtype=policy)
@@ -53,12 +58,13 @@ def test_padding_changes_nothing(models, name, policy):
     table = model.embedding.embeddings.numpy()
     table[0] = np.random.default_rng(2).normal(0.0, 100.0, size=table[0].shape)
     model.embedding.embeddings.assign(table)
+    predict = compile_predict(model)
     for added in (0, 5, 60):
         padded = np.pad(token_ids, [(0, 0), (0, added)])
-        np.testing.assert_allclose(model(padded), before, atol=atol, rtol=0)
+        np.testing.assert_allclose(predict(padded), before, atol=atol, rtol=0)
     for size in (1, 2, config.num_heads, config.num_heads + 1, 2 * config.num_heads):
         rows = np.resize(token_ids, (size, token_ids.shape[1]))
-        np.testing.assert_allclose(model(rows), np.resize(before, (size, CLASSES)), atol=atol, rtol=0)
+        np.testing.assert_allclose(predict(rows), np.resize(before, (size, CLASSES)), atol=atol, rtol=0)
 
 
 @every_option
@@ -95,12 +101,17 @@ def test_gradients_are_finite_and_reach_every_weight(name, policy):
 
 
 @every_option
-def test_compiled_as_in_training_and_by_xla(models, name):
-    model, token_ids = models[name], make_ids(VOCABULARY)[2]
-    expected = np.asarray(model(token_ids))
-    np.testing.assert_allclose(compile_predict(model)(token_ids), expected, atol=1e-5, rtol=0)
-    by_xla = tf.function(model, jit_compile=True)
-    np.testing.assert_allclose(by_xla(token_ids), expected, atol=1e-5, rtol=0)
+def test_compiled(models, name):
+    token_ids = make_ids(VOCABULARY)[2]
+    np.testing.assert_allclose(compile_predict(models[name])(token_ids), models[name](token_ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["reference", "cls", "local_alibi", "linear", "experts", "together"])
+def test_compiled_by_xla(models, name):
+    """The layers alone are in layers/test_keras.py."""
+    token_ids = make_ids(VOCABULARY)[2]
+    by_xla = tf.function(models[name], jit_compile=True)
+    np.testing.assert_allclose(by_xla(token_ids), models[name](token_ids), atol=1e-5, rtol=0)
 
 
 _LOAD = """
