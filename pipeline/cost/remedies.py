@@ -86,7 +86,7 @@ def ways_to_less_memory(config, length):
         for n in parts
     ]
     rates = {config.model.dropout, config.model.head_dropout} - {0.0}
-    same_rate = [{"model": {"head_dropout": config.model.dropout or 0.0}}] if len(rates) == 2 else []
+    same_rate = [{"model": {"head_dropout": config.model.dropout}}] if len(rates) == 2 else []
     return [
         Way("the same optimizer step in parts", [{"training": keys} for keys in batches]),
         Way("one table of dropout masks less", same_rate),
