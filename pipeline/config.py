@@ -76,6 +76,8 @@ class DataConfig(_Section):
 
 class TokenizerConfig(_Section):
     vocab_size: Annotated[int, Field(ge=8, le=1_000_000)] = 8000
+    hard_vocab_limit: bool = True  # false: where the corpus does not allow vocab_size, the nearest size that it allows
+    case_folding: bool = False  # upper and lower case are the same
     model_file: PathText | Literal[""] = ""  # bring your own SentencePiece model
 
 
@@ -98,6 +100,8 @@ class ModelConfig(_Section):
     global_tokens: Annotated[int, Field(ge=1, le=65_536)] = 1  # of local_global: first tokens, seeing all and seen
     num_experts: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one feed-forward network for all tokens
     top_k: Positive = 2  # experts that each token goes to
+    # Table rows of a linear model beside the encoder, for hashed pairs of neighbouring tokens; 0 = no such model.
+    ngram_buckets: Annotated[int, Field(ge=0, le=1 << 24)] = 0
 
     @pydantic.model_validator(mode="after")
     def _check(self):
@@ -143,9 +147,12 @@ class ModelConfig(_Section):
 
 
 class TrainingConfig(_Section):
+    recipe: Literal["reference", "small-data"] = "reference"  # values of keys that are not set; see pipeline/recipes.py
     epochs: Annotated[int, Field(ge=1, le=1000)] = 10
     batch_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 4096  # padded tokens in a batch
+    batch_rows: Count = 0  # rows in a batch, at most; 0: as many as batch_tokens holds
     learning_rate: Annotated[float, Field(gt=0.0)] = 3e-4
+    beta_2: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999  # AdamW: decay of the squared gradients' mean
     warmup_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # share of all steps
     weight_decay: Annotated[float, Field(ge=0.0)] = 1e-2
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
@@ -160,6 +167,8 @@ class TrainingConfig(_Section):
     subword_alpha: Annotated[float, Field(gt=0.0)] = 0.2  # of subword_sampling: the lower, the more evenly drawn
     token_dropout: Fraction = 0.0  # share of the tokens hidden behind <mask>, anew each epoch; 0 = off
     label_smoothing: Fraction = 0.0  # share of the target spread evenly over all classes
+    teacher: Files | Literal[""] = ""  # finished run directories or files of soft labels, whose mean is learnt as well
+    teacher_weight: Share = 0.5  # how much the teacher's answers count beside the labels
     class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] = "none"
     r_drop: Annotated[float, Field(ge=0.0)] = 0.0  # weight of the divergence between two passes; 0 = one pass
     ema_decay: Fraction = 0.0  # moving average of the weights, which is evaluated and exported; 0 = off
@@ -192,10 +201,15 @@ class PretrainingConfig(_Section):
     masked_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15  # of the tokens
 
 
+class BaselineConfig(_Section):
+    enabled: bool = True  # a linear model on TF-IDF of the same split is fitted, and compared with
+
+
 class EvaluationConfig(_Section):
     metric: Literal["accuracy", "macro_f1", "loss"] = "accuracy"  # what "better" means
     min_value: float = 0.0  # the gate: publish nothing below (for loss: nothing above; 0 = off)
     max_regression: Annotated[float, Field(ge=0.0)] = 0.0  # allowed drop against the live version
+    beat_baseline: bool = False  # the gate: publish nothing that is not better than the baseline
     max_label_shift: Share = 0.2  # allowed change of a label's share of the training rows, in points; 1 = off
 
     def is_better(self, value, other):
@@ -234,6 +248,7 @@ class JobConfig(_Section):
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     pretraining: PretrainingConfig = PretrainingConfig()
+    baseline: BaselineConfig = BaselineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     export: ExportConfig = ExportConfig()
     publish: PublishConfig = PublishConfig()

@@ -19,9 +19,9 @@ def identity(resolved):
         "data": {"train", "validation", "test", "unlabelled", "allow_new_labels"},
         "training": {
             "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
-            "strategy",
+            "strategy", "recipe",
         },
-        "evaluation": {"min_value", "max_regression", "max_label_shift"},  # its metric chooses the best weights
+        "evaluation": {"min_value", "max_regression", "beat_baseline", "max_label_shift"},  # its metric chooses the best weights
     }
     sections = ("seed", "data", "tokenizer", "model", "pretraining", "training", "evaluation")
     shaping = {section: resolved.get(section) for section in sections}
