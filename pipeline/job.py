@@ -140,9 +140,10 @@ class Job:
         if report is None:
             report = self._measure()
         gate, test = self.gatekeeper.ask_about_model(report), report["test"]
+        errors = " -> ".join(f"{report['calibration']['test'][when]:.4f}" for when in ("before", "after"))
         self.console.note(
             f"test: accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}, "
-            f"calibration error {test['calibration_error']:.4f}; gate {summary.describe_gate(gate)}"
+            f"calibration error {errors}; gate {summary.describe_gate(gate)}"
         )
 
     def export(self):
@@ -156,7 +157,7 @@ class Job:
         from export.bundle import build_candidate
         from pipeline.training import load_best
 
-        model = load_best(self.config, self.run_dir, self.train_key)
+        model = load_best(self.config, self.run_dir, self.train_key, self.stop)
         version = next_version(self.config.model_dir)
         try:
             manifest = build_candidate(
@@ -298,7 +299,9 @@ class Job:
         self.fresh = False
 
     def _evaluation_report(self):
-        report = read_record(self.run_dir / EVALUATION, "result_key", "data_fingerprint", "test", "labels")
+        report = read_record(
+            self.run_dir / EVALUATION, "result_key", "data_fingerprint", "test", "labels", "calibration"
+        )
         is_whole = report is not None and isinstance(report["test"], dict) and isinstance(report["labels"], list)
         return report if is_whole and report["result_key"] == self.result_key else None
 
@@ -361,17 +364,26 @@ class Job:
         self._start_tensorflow()
         from pipeline import evaluation
         from pipeline.batches import sequential_plan
-        from pipeline.classifier import compile_predict
+        from pipeline.calibrated import predict_parts
         from pipeline.training import load_best
 
-        model = load_best(self.config, self.run_dir, self.train_key)
+        model = load_best(self.config, self.run_dir, self.train_key, self.stop)
         labels = dataset.load_labels(self.data_dir)
         report = {"result_key": self.result_key, "data_fingerprint": self.data_key, "labels": labels}
+        calibration = model.fitted_scalars()
         for name in ("validation", "test"):
             split = dataset.Split.load(self.data_dir, name)
             plan = sequential_plan(split.lengths, self.config.training.batch_tokens)
-            logits = evaluation.predict_logits(compile_predict(model), split, plan)
-            report[name] = evaluation.metrics(evaluation.softmax(logits), split.labels, labels)
+            logits, *parts = predict_parts(model, split, plan, self.stop)
+            report[name] = evaluation.metrics(
+                evaluation.softmax(logits / calibration["temperature"]), split.labels, labels
+            )
+            before = evaluation.calibration_error(evaluation.softmax(logits), split.labels)
+            calibration[name] = {"before": before, "after": report[name]["calibration_error"]}
+        report["calibration"] = calibration
+        if parts:  # of the test split, what each answers alone
+            right = [float((scores.argmax(axis=1) == split.labels).mean()) for scores in parts]
+            report["parts"] = dict(zip(("encoder", "ngrams"), right, strict=True))
         (self.run_dir / EVALUATION).parent.mkdir(exist_ok=True)
         write_json(self.run_dir / EVALUATION, report)
         return report

@@ -8,6 +8,7 @@ from pipeline import checkpoint, dataset
 from pipeline.classification import Classification
 from pipeline.classifier import build_classifier
 from pipeline.errors import Interrupted, TrainingError
+from pipeline.fitting import fit_to
 from pipeline.pretraining import Pretraining
 from pipeline.replicas import open_replicas
 from pipeline.trainer import Trainer
@@ -50,8 +51,14 @@ def _has_begun(run_dir):
     return checkpoint.resume_point(run_dir, warn=lambda line: None)[0] is not None
 
 
-def load_best(job, run_dir, key):
-    """Returns the finished training's model with its best weights, in float32.
+def load_best(job, run_dir, key, stop=lambda: None):
+    """Returns the finished training's `CalibratedClassifier`: its best weights, and what is fitted to them, in float32.
+
+    Args:
+        job: a `JobConfig`.
+        run_dir: the run directory; what is fitted is kept there.
+        key: fingerprint of what was trained on and how.
+        stop: called now and then while something is fitted; may raise to end early.
 
     Raises:
         TrainingError: training of this job has not finished.
@@ -63,10 +70,10 @@ def load_best(job, run_dir, key):
         )
     data_dir = Path(run_dir) / "data"
     vocab_size = dataset.load_report(data_dir)["vocab_size"]
-    model = build_classifier(job.model, vocab_size, len(dataset.load_labels(data_dir)), seed=job.seed)
-    for variable, array in zip(model.weights, best.arrays.values(), strict=True):
+    encoder = build_classifier(job.model, vocab_size, len(dataset.load_labels(data_dir)), seed=job.seed)
+    for variable, array in zip(encoder.weights, best.arrays.values(), strict=True):
         variable.assign(array)
-    return model
+    return fit_to(encoder, job, run_dir, best, stop)
 
 
 class _Stop:

@@ -23,6 +23,7 @@ from pipeline.layers.experts import MixtureOfExperts
 from pipeline.layers.feed_forward import PositionwiseFeedForward
 from pipeline.layers.linear_attention import LinearAttention
 from pipeline.layers.local_attention import LocalAttention
+from pipeline.layers.ngrams import NgramScores
 from pipeline.layers.pooling import ClassVector, FirstPooling, MaskedMaxPooling, MaskedMeanPooling
 from pipeline.layers.position import LearnedPosition, RotaryPosition, SinusoidalPosition
 
@@ -37,6 +38,7 @@ __all__ = [
     "MaskedMeanPooling",
     "MixtureOfExperts",
     "MultiHeadAttention",
+    "NgramScores",
     "PositionwiseFeedForward",
     "PostNormEncoderLayer",
     "PreNormDecoderLayer",

@@ -9,11 +9,12 @@ def check_vectors(name, x):
         raise ValueError(f"{name} must be float [B, T, D]. Received: {_described(x)}")
 
 
-def check_token_ids(token_ids, max_length):
-    """Refuses what is no int [B, T] with T <= `max_length`."""
+def check_token_ids(token_ids, max_length=None):
+    """Refuses what is no int [B, T] with T <= `max_length`, where there is one."""
     if len(token_ids.shape) != 2 or not keras.backend.is_int_dtype(token_ids.dtype):
         raise ValueError(f"token_ids must be int32 [B, T]. Received: {_described(token_ids)}")
-    check_length(token_ids.shape[1], max_length)
+    if max_length is not None:
+        check_length(token_ids.shape[1], max_length)
 
 
 def check_token_valid(token_valid, x):
