@@ -49,7 +49,14 @@ rng = np.random.default_rng(0)
 for weight in model.weights:
     if len(weight.shape) == 1:
         weight.assign(weight.numpy() + rng.normal(0, 0.1, weight.shape).astype(np.float32))
-onnx.save(convert(model, 20, make_metadata("benchmark", 1, ["a", "b"], model._config["max_length"], "")), target)
+metadata = make_metadata("benchmark", 1, ["a", "b"], model._config["max_length"], "")
+try:
+    from pipeline.calibrated import CalibratedClassifier
+except ImportError:  # a revision without
+    pass
+else:
+    model = CalibratedClassifier(model)
+onnx.save(convert(model, 20, metadata), target)
 """
 
 

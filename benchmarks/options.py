@@ -95,6 +95,7 @@ class Contender:
         import onnxruntime as ort
 
         from export.onnx_graph import convert, make_metadata
+        from pipeline.calibrated import CalibratedClassifier
         from pipeline.classifier import build_classifier
         from pipeline.config import ModelConfig, TrainingConfig
         from pipeline.train_step import TrainStep
@@ -106,7 +107,8 @@ class Contender:
             rng.integers(2, VOCABULARY, (BATCH_TOKENS // length, length)).astype(np.int32),
             rng.integers(0, CLASSES, BATCH_TOKENS // length).astype(np.int32),
         )
-        onnx.save(convert(model, 20, make_metadata("benchmark", 1, ["a", "b"], length, "")), path)
+        metadata = make_metadata("benchmark", 1, ["a", "b"], length, "")
+        onnx.save(convert(CalibratedClassifier(model), 20, metadata), path)
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -46,7 +46,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
     Args:
         job: a `JobConfig`.
         run_dir: the run directory, with `data/`.
-        model: the trained `EncoderClassifier` in float32.
+        model: the trained and fitted `CalibratedClassifier` in float32.
         version: number under which the candidate will be published.
         export_key: fingerprint of everything it is made from.
         report: the evaluation report.
@@ -86,6 +86,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
             source_revision=source_revision(),
             label_counts=dataset.load_report(data_dir)["splits"]["train"]["labels"],
             graphs=graphs,
+            calibration=report["calibration"],
         )
         manifest.write(directory)
         note("reloading every artifact in fresh processes and comparing it with the trained model")
@@ -98,10 +99,12 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
             tokenizer,
             job.model.max_length,
             dataset.Split.load(data_dir, "test"),
+            report["calibration"]["temperature"],
         )
         parity = verify.verify(directory, cases)
         manifest = _without_poor(dataclasses.replace(manifest, parity=parity), directory)
-        parameters = sum(weight.shape.num_elements() for weight in model.trainable_weights)
+        weights = [*model.trainable_weights, *(model.ngrams.weights if model.ngrams is not None else [])]
+        parameters = sum(weight.shape.num_elements() for weight in weights)
         write_model_card(directory, manifest, dataset.load_report(data_dir), parameters)  # names the files that stayed
         manifest = dataclasses.replace(manifest, files=list_files(directory))
         manifest.write(directory)

@@ -21,13 +21,14 @@ def fuse(graph_proto, vocab_size, in_blocks=False):
     """Rewrites an `onnx.GraphProto` of opset 20 that tf2onnx made, in place, with standard operators only.
 
     Args:
-        graph_proto: the graph of an `EncoderClassifier`. What no rule fits stays as it is.
+        graph_proto: the graph of a `CalibratedClassifier`. What no rule fits stays as it is.
         in_blocks: whether full attention is computed in blocks of queries, for long texts.
         vocab_size: number of token ids V. An id outside [0, V) makes the run fail on a CPU and the answer for its text
             NaN on a GPU.
     """
     graph = Graph(graph_proto)
     graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _HEADS_LENGTH, _ATTENTION, _REPEAT, _MASK, _ANY, _POSITION)
+    graph.rewrite(_MOD, _CLIP)
     if in_blocks:
         graph.rewrite(IN_BLOCKS)
     graph.rewrite(_SQUEEZED, _embedding(vocab_size), _head(vocab_size))
@@ -93,7 +94,7 @@ def _is_packed(model):
 
 
 def check_counts(precision, counts, model):
-    """Compares the counts of a file with those of an `EncoderClassifier` on which every rule fits.
+    """Compares the counts of a file with those of a `CalibratedClassifier` on which every rule fits.
 
     Args:
         precision: key of `ONNX_FILES`; the text graph counts as that of float32.
@@ -257,11 +258,35 @@ _LENGTH = ("Squeeze", OneOf(("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), 
 _POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]), _position)
 
 
-# classifier.py: embedding * sqrt(D), and the logits.
+# layers/ngrams.py. tf2onnx writes the remainder as x - x / d * d.
+
+
+def _mod(graph, match):
+    divisor = graph.constants.get(match["divisor"])
+    if divisor is None or divisor.dtype.kind != "i":
+        return None
+    return graph.add("Mod", match["x"], match["divisor"])
+
+
+_MOD = Rule(("Sub", "x", ("Mul", ("Div", "x", "divisor"), "divisor")), _mod)
+
+
+def _clip(graph, match):
+    limits = [graph.constants.get(match[name]) for name in ("low", "high")]
+    if any(limit is None or limit.ndim for limit in limits):
+        return None
+    return graph.add("Clip", match["x"], match["low"], match["high"])
+
+
+_CLIP = Rule(("Max", ("Min", "x", "high"), "low"), _clip)
+
+
+# classifier.py and calibrated.py: embedding * sqrt(D), and the logits: the head's, with n-grams their scores added.
 #
 # Keras counts ids below 0 from the table's end, and so does ONNX Runtime. Here an id outside the vocabulary is looked
 # up at V, which its CPU kernel refuses by name ("idx=V must be within the inclusive range [-V,V-1]"). Its CUDA kernel
-# reads zeros there; so that no answer looks right, NaN is added to the logits of such a text.
+# reads zeros there; so that no answer looks right, NaN is added to the logits of such a text. The n-grams look up the
+# nearest id that there is.
 
 
 def _is_known(graph, ids, vocab_size):
@@ -289,7 +314,10 @@ def _head(vocab_size):
         classes = graph.constants[match["kernel"]].shape[1]
         bias = match.get("bias", np.zeros(classes, np.float32))
         product = graph.add("MatMul", match["x"], match["kernel"])
-        return graph.add("Add", product, graph.add("Where", known, bias, np.float32(np.nan)))
+        logits = graph.add("Add", product, graph.add("Where", known, bias, np.float32(np.nan)))
+        return graph.add("Add", logits, match["scores"]) if "scores" in match else logits
 
     product = ("MatMul", "x", "kernel")
-    return Rule(Named("logits", OneOf(("Add", product, "bias"), product)), replace)
+    # Of a head whose bias is zero and gone, the scores stand in its place.
+    biased = ("Add", product, "bias")
+    return Rule(Named("logits", OneOf(biased, product, ("Add", biased, "scores"))), replace)

@@ -32,7 +32,7 @@ def write_model_card(directory, manifest, data_report, parameters):
         directory: the version directory.
         manifest: its `Manifest`, with the files that stay and their parity.
         data_report: `data/report.json`.
-        parameters: number of trained numbers in the model.
+        parameters: number of trained numbers in the model, those of the n-grams included.
     """
     (Path(directory) / MODEL_CARD).write_text(render(manifest, data_report, parameters), encoding="utf-8")
 
@@ -48,9 +48,11 @@ def render(manifest, data_report, parameters):
         _files(manifest),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
+
+
 # Keys of [model] that have their own words, or concern training only.
 _TOLD_OTHERWISE = {"d_model", "num_heads", "d_ff", "num_layers", "pooling", "norm", "max_length"}
-_TOLD_OTHERWISE |= {"dropout", "head_dropout"}
+_TOLD_OTHERWISE |= {"dropout", "head_dropout", "ngram_buckets"}
 
 
 def escape(text):
@@ -72,6 +74,7 @@ def _head(manifest, data, parameters):
         f"layers {model['num_layers']}, width {model['d_model']}, heads {model['num_heads']},",
         f"feed-forward width {model['d_ff']}, {model['pooling']} pooling.",
         *_options(model),
+        *_ngrams(manifest),
         *_pretraining(manifest, data),
         f"Parameters {parameters:,}; SentencePiece vocabulary {data['vocab_size']:,}.",
         "",
@@ -84,6 +87,17 @@ def _options(model):
     defaults = ModelConfig().model_dump(exclude=_TOLD_OTHERWISE)
     options = [f"{name} {model[name]}" for name, value in defaults.items() if model[name] != value]
     return [f"Options: {', '.join(options)}."] if options else []
+
+
+def _ngrams(manifest):
+    buckets = manifest.job["model"]["ngram_buckets"]
+    if not buckets:
+        return []
+    weight = manifest.calibration["ngram_weight"]
+    return [
+        f"Added to its logits, times {weight:.3f}: the scores of a linear model over tokens and over pairs of",
+        f"neighbours in {buckets:,} buckets.",
+    ]
 
 
 def _pretraining(manifest, data):
@@ -125,7 +139,7 @@ def _data(manifest, data):
 
 
 def _results(manifest, data):
-    test = manifest.metrics
+    test, calibration = manifest.metrics, manifest.calibration
     per_class, trained = test["per_class"], data["splits"]["train"]["labels"]
     order = sorted(per_class, key=lambda label: (per_class[label]["support"] == 0, per_class[label]["f1"], label))
     shown, note = order, "the weakest first"
@@ -137,7 +151,8 @@ def _results(manifest, data):
         f"## Results on the {test['rows']:,} test rows",
         "",
         f"Accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f} nats,",
-        f"calibration error {test['calibration_error']:.4f}.",
+        f"calibration error {test['calibration_error']:.4f}, {calibration['test']['before']:.4f} before the logits",
+        f"were divided by {calibration['temperature']:.3f}, as fitted on validation.",
         "",
         f"By class, {note}:",
         "",

@@ -29,7 +29,7 @@ def convert(model, opset, metadata):
     and the logits of its text NaN on a GPU; see `export.fusion`.
 
     Args:
-        model: a built `EncoderClassifier` in float32.
+        model: a `CalibratedClassifier` in float32.
         opset: version of the standard operator set.
         metadata: key -> string, written to `metadata_props`.
 
@@ -42,7 +42,7 @@ def convert(model, opset, metadata):
     in_one_piece = _in_one_piece(model)
     proto = _from_tensorflow(in_one_piece)
     proto = onnx.version_converter.convert_version(proto, opset)
-    fuse(proto.graph, model.embedding.input_dim, in_blocks=in_one_piece is not model)
+    fuse(proto.graph, model.vocab_size, in_blocks=in_one_piece is not model)
     return _finish(proto, opset, metadata)
 
 
@@ -50,12 +50,12 @@ def _in_one_piece(model):
     """Returns the model, or a copy whose attention does not loop over chunks of keys: `fuse` writes its own loop."""
     if not model.is_chunked:
         return model
-    config = model.get_config()
-    copy = type(model).from_config({**config, "chunked_above": config["max_length"]})
+    config = model.encoder.get_config()
+    copy = type(model.encoder).from_config({**config, "chunked_above": config["max_length"]})
     copy.build()
-    for ours, theirs in zip(copy.weights, model.weights, strict=True):
+    for ours, theirs in zip(copy.weights, model.encoder.weights, strict=True):
         ours.assign(theirs)
-    return copy
+    return model.with_encoder(copy)
 
 
 def _from_tensorflow(model):

@@ -12,8 +12,8 @@ from export.patterns import Graph, Rule
 def quantize_int8(source, target):
     """Writes the int8 form of an ONNX file, with the same inputs, outputs and metadata.
 
-    Every product with a weight is quantized by output channel, and the embedding table by row; products of two
-    activations (attention's scores and contexts) stay in float32.
+    Every product with a weight is quantized by output channel, and the tables of the embedding and of the n-grams by
+    row; products of two activations (attention's scores and contexts) stay in float32.
 
     Args:
         source: path of the float32 file.
@@ -46,7 +46,8 @@ def quantize_int8(source, target):
 
 def _gather_int8(graph, match):
     table = graph.constants.get(match["table"])  # [V, D]
-    if table is None:  # heads of keys or values, each taken several times
+    # Heads of keys or values, each taken several times; a number for each n-gram.
+    if table is None or table.ndim != 2:
         return None
     scale = np.maximum(np.abs(table).max(axis=1, keepdims=True), np.finfo(np.float32).tiny) / np.float32(127)  # [V, 1]
     rows = graph.add("Gather", np.rint(table / scale).astype(np.int8), match["ids"], axis=0)

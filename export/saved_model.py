@@ -25,7 +25,7 @@ def classify_function(model):
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)])
     def classify(token_ids):
         logits = model(token_ids, training=False)
-        return {LOGITS: logits, PROBABILITIES: tf.nn.softmax(logits)}
+        return {LOGITS: logits, PROBABILITIES: model.probabilities(logits)}
 
     return classify
 
@@ -37,7 +37,7 @@ class _Servable(tf.Module):
         super().__init__()
         self.weights_of_model = [v.value for v in model.weights]  # without the states of dropout
         self.classify = classify_function(model)
-        self.classify_ids = self._checked(model.embedding.input_dim)
+        self.classify_ids = self._checked(model.vocab_size)
         self.signatures_to_save = {TOKEN_IDS_SIGNATURE: self.classify_ids, SERVING_SIGNATURE: self.classify_ids}
         if tokenizer_model is not None:
             self._add_text(labels, tokenizer_model, max_length)
@@ -91,7 +91,7 @@ def export_saved_model(model, directory, labels, tokenizer_model, max_length):
     character (SentencePiece puts U+FFFD in its place, after normalizing); NUL counts as a blank.
 
     Args:
-        model: a built `EncoderClassifier`.
+        model: a `CalibratedClassifier`.
         directory: where to write; exists.
         labels: C label strings in index order.
         tokenizer_model: bytes of the SentencePiece model, or None for a SavedModel without TF-Text operations, whose

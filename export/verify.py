@@ -46,7 +46,7 @@ _BATCH_TOKENS = 4352  # of a batch of more than two rows: attention's memory gro
 _TEST_BATCH = 64  # rows, of like length
 
 
-def write_cases(path, predict, texts, tokenizer, max_length, test):
+def write_cases(path, predict, texts, tokenizer, max_length, test, temperature):
     """Writes inputs and the trained model's answers for them.
 
     Args:
@@ -56,6 +56,7 @@ def write_cases(path, predict, texts, tokenizer, max_length, test):
         tokenizer: the `Tokenizer` the model was trained with.
         max_length: longest text, in tokens.
         test: the test `Split`, on which the smaller precisions are compared with float32.
+        temperature: that the model divides its logits by before the softmax.
     """
     rng = np.random.default_rng(0)
     cases = {}
@@ -77,6 +78,7 @@ def write_cases(path, predict, texts, tokenizer, max_length, test):
     rows = tokenizer.encode(texts, max_length)
     logits = [np.asarray(predict(pad([row])), np.float32)[0] for row in rows]
     cases |= {f"test/{field.name}": getattr(test, field.name) for field in dataclasses.fields(test)}
+    cases["temperature"] = np.float64(temperature)
     np.savez(path, texts=np.array(json.dumps(texts)), text_logits=np.stack(logits), **cases)
 
 
@@ -161,11 +163,12 @@ def _check_saved_model(version_dir, cases):
     ids_signature = loaded.signatures[TOKEN_IDS_SIGNATURE]
     serving_signature = loaded.signatures[SERVING_SIGNATURE]
     comparison = _Comparison()
+    probabilities = _probabilities_of(cases)
     for case, token_ids, logits in _id_cases(cases):
         for signature in (ids_signature,) if has_text else (ids_signature, serving_signature):
             answer = signature(token_ids=tf.constant(token_ids))
             comparison.add(f"{case} logits", answer[LOGITS], logits)
-            comparison.add(f"{case} probabilities", answer[PROBABILITIES], softmax(logits))
+            comparison.add(f"{case} probabilities", answer[PROBABILITIES], probabilities(logits))
     vocab_size = Tokenizer.load(Path(version_dir) / "tokenizer.model").vocab_size
     for bad in _bad_ids(vocab_size):
         try:
@@ -175,7 +178,7 @@ def _check_saved_model(version_dir, cases):
             comparison.cases += 1
     if has_text:
         texts, logits = _text_cases(cases)
-        for case, batch, expected in _text_batches(texts, softmax(logits), manifest.max_length):
+        for case, batch, expected in _text_batches(texts, probabilities(logits), manifest.max_length):
             answer = serving_signature(text=tf.constant(batch))
             comparison.add(f"{case} probabilities", answer[PROBABILITIES], expected)
             given = labels[np.argmax(answer[PROBABILITIES], axis=1)]
@@ -229,16 +232,16 @@ def _is_answered(session, token_ids):
 
 
 def _check_exact(version_dir, precision, classifier, cases):
-    comparison = _Comparison()
+    comparison, probabilities = _Comparison(), _probabilities_of(cases)
     session = _session(version_dir, precision)
     for case, token_ids, logits in _id_cases(cases):
         found = session.run([LOGITS, PROBABILITIES], {TOKEN_IDS: token_ids})
         comparison.add(f"{case} logits", found[0], logits)
-        comparison.add(f"{case} probabilities", found[1], softmax(logits))
+        comparison.add(f"{case} probabilities", found[1], probabilities(logits))
     texts, logits = _text_cases(cases)
     rows = Tokenizer.load(Path(version_dir) / "tokenizer.model").encode(texts, classifier.max_length)
     comparison.add("text logits", classifier.logits(pad(rows)), logits)
-    comparison.add("text probabilities", classifier.probabilities(texts), softmax(logits))
+    comparison.add("text probabilities", classifier.probabilities(texts), probabilities(logits))
     return comparison.result()
 
 
@@ -253,13 +256,13 @@ def _check_int8(classifier, cases, expected):
 
 def _check_float16(classifier, cases, expected):
     """Beyond the tolerance it is "poor", which is for the caller to judge as well."""
-    comparison = _Comparison(FLOAT16_TOLERANCE)
+    comparison, probabilities = _Comparison(FLOAT16_TOLERANCE), _probabilities_of(cases)
     for case, token_ids, logits in _id_cases(cases):
-        comparison.add(f"{case} probabilities", softmax(classifier.logits(token_ids)), softmax(logits))
+        comparison.add(f"{case} probabilities", probabilities(classifier.logits(token_ids)), probabilities(logits))
     texts, text_logits = _text_cases(cases)
-    comparison.add("text probabilities", classifier.probabilities(texts), softmax(text_logits))
+    comparison.add("text probabilities", classifier.probabilities(texts), probabilities(text_logits))
     found = _test_logits(classifier, cases)
-    comparison.add("test probabilities", softmax(found), softmax(expected))
+    comparison.add("test probabilities", probabilities(found), probabilities(expected))
     return {**comparison.result("poor"), **_labels_compared(found, expected, cases)}
 
 
@@ -288,9 +291,9 @@ def _check_onnx_text(version_dir, cases):
     path = str(Path(version_dir) / ONNX_TEXT)
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     texts, logits = _text_cases(cases)
-    comparison = _Comparison()
+    comparison, probabilities = _Comparison(), _probabilities_of(cases)
     max_length = Manifest.read(version_dir).max_length
-    for case, batch, expected in _text_batches(texts, softmax(logits), max_length):
+    for case, batch, expected in _text_batches(texts, probabilities(logits), max_length):
         found = session.run([PROBABILITIES], {TEXT: np.array(batch, object)})[0]
         comparison.add(f"{case} probabilities", found, expected)
     ids_graph = ort.InferenceSession(str(Path(version_dir) / ONNX_FILES["float32"]), providers=["CPUExecutionProvider"])
@@ -307,6 +310,13 @@ def _id_cases(path):
         for name in cases.files:
             if name.startswith("ids/"):
                 yield name, cases[name], cases["logits/" + name.removeprefix("ids/")]
+
+
+def _probabilities_of(path):
+    """Returns the function logits [N, C] -> the model's probabilities of them, float64 [N, C]."""
+    with np.load(path) as cases:
+        temperature = float(cases["temperature"])
+    return lambda logits: softmax(np.asarray(logits, np.float64) / temperature)
 
 
 def _test_split(path):

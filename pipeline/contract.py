@@ -85,6 +85,9 @@ class Manifest:
         source_revision: git revision of the pipeline, "" when unknown.
         graphs: per ONNX file, what the exporter counted in it, e.g. fused operators; see `export.fusion`.
         label_counts: label -> training rows, in index order; 0 for a class that was kept without rows.
+        calibration: "temperature", that the logits are divided by before the softmax; with n-grams "ngram_weight", by
+            which their scores are multiplied before they are added to the encoder's logits; and of "validation" and
+            "test" the expected calibration error "before" (temperature 1) and "after".
         forced: empty, or who published against the gate: {"by", "at", "reasons"}.
         republished: empty, or for a copy that a rollback made: {"from", "by", "at"}, `from` being the first version
             with these weights.
@@ -108,6 +111,7 @@ class Manifest:
     # Keys that versions published before they existed lack.
     graphs: dict = dataclasses.field(default_factory=dict)
     label_counts: dict = dataclasses.field(default_factory=dict)
+    calibration: dict = dataclasses.field(default_factory=dict)
     forced: dict = dataclasses.field(default_factory=dict)
     republished: dict = dataclasses.field(default_factory=dict)
 

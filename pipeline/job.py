@@ -160,9 +160,7 @@ class Job:
         model = load_best(self.config, self.run_dir, self.train_key, self.stop)
         version = next_version(self.config.model_dir)
         try:
-            manifest = build_candidate(
-                self.config, self.run_dir, model, version, self.export_key, report, self._step
-            )
+            manifest = build_candidate(self.config, self.run_dir, model, version, self.export_key, report, self._step)
         except VerificationError as e:
             raise self.gatekeeper.refusal_of_unverified(report, e) from e
         for line in manifest.warnings:

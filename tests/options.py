@@ -45,9 +45,13 @@ OPTIONS = {
 }
 
 
+# What no training step knows.
+BESIDE = {"ngrams": {"ngram_buckets": 8}}
+
+
 def config_of(name):
     """Returns the `ModelConfig` of an option."""
-    return ModelConfig(**{**SIZES, **OPTIONS[name]})
+    return ModelConfig(**{**SIZES, **{**OPTIONS, **BESIDE}[name]})
 
 
 def build(name, vocab_size, num_classes, **settings):
@@ -59,6 +63,41 @@ def build(name, vocab_size, num_classes, **settings):
     for weight in model.trainable_weights:
         weight.assign(weight.numpy() + rng.normal(0, 0.1, weight.shape).astype(np.float32))
     return model
+
+
+def build_fitted(name, vocab_size, num_classes):
+    """Returns the `CalibratedClassifier` of `build`, whose fitted weights are neither 0 nor 1."""
+    from pipeline.calibrated import add_ngrams
+
+    model = add_ngrams(build(name, vocab_size, num_classes), config_of(name).ngram_buckets)
+    model.temperature.assign(0.7)
+    if model.ngrams is not None:
+        model.ngram_weight.assign(1.5)
+        model.ngrams.set_weights(make_ngram_weights(vocab_size, num_classes, model.ngrams.buckets))
+    return model
+
+
+def make_ngram_weights(vocab_size, num_classes, buckets):
+    """Returns random weights of a `NgramScores`; PAD's rows are zero."""
+    rng = np.random.default_rng(1)
+    rows = vocab_size + buckets
+    table, squared_weights = rng.normal(0.0, 1.0, (rows, num_classes)), rng.uniform(0.1, 1.0, rows)
+    table[0] = squared_weights[0] = 0.0
+    return [a.astype(np.float32) for a in (table, squared_weights, rng.normal(0.0, 1.0, num_classes))]
+
+
+def expected_ngram_scores(weights, vocab_size, buckets, token_ids):
+    """Returns float64 [B, C]: what `NgramScores` must answer; each text is computed alone and without padding."""
+    table, squared_weights, bias = (np.asarray(w, np.float64) for w in weights)
+    scores = []
+    for row in token_ids:
+        tokens = [int(token) for token in row if token]
+        rows = tokens + [
+            vocab_size + (a * 1_000_003 + b) % buckets for a, b in zip(tokens[:-1], tokens[1:], strict=True)
+        ]
+        total, squares = table[rows].sum(axis=0), squared_weights[rows].sum()
+        scores.append(bias + (total / math.sqrt(squares) if tokens else 0.0))
+    return np.stack(scores)
 
 
 def weights_of(model):

@@ -13,10 +13,13 @@ _FLOAT32 = 4  # bytes
 # Of `pipeline.layers.dropout` on a CPU: a mask of up to this many values is a view of its rate's table, which has twice
 # as many; a longer one is a tensor.
 MASK_WINDOW = 1 << 23
+NGRAMS = "n-grams"
 
 
 def parameters(model, vocab_size, num_classes):
-    """Returns how many values training changes, by part of the model: {name: int}, parts without any left out.
+    """Returns how many trained values a model has, by part: {name: int}, parts without any left out.
+
+    NGRAMS, fitted once training is done, are the part that no training step holds.
 
     Args:
         model: a `pipeline.config.ModelConfig`.
@@ -36,6 +39,7 @@ def parameters(model, vocab_size, num_classes):
         "feed-forward": layers * (experts * network + size * experts + experts if experts else network),
         "normalization": (2 * layers + 1) * 2 * size,
         "head": size * num_classes + num_classes,
+        NGRAMS: (vocab_size + model.ngram_buckets) * (num_classes + 1) + num_classes if model.ngram_buckets else 0,
     }
     return {name: count for name, count in parts.items() if count}
 
@@ -43,7 +47,8 @@ def parameters(model, vocab_size, num_classes):
 def multiply_adds(model, length, num_classes):
     """Returns the multiply-adds of all matrix products for one text, forward, by part: {name: int}.
 
-    Training takes three times as many, four with `training.recompute`: backward has two products for each.
+    Training takes three times as many, four with `training.recompute`: backward has two products for each. NGRAMS, a
+    sum of 2 T rows, are there where the model has them; training does not compute them.
 
     Args:
         model: a `pipeline.config.ModelConfig`.
@@ -63,6 +68,7 @@ def multiply_adds(model, length, num_classes):
         "attention": attention,
         "feed-forward": layers * positions * (matrices * size * model.d_ff + size * model.num_experts),
         "head": size * num_classes,
+        **({NGRAMS: 2 * length * num_classes} if model.ngram_buckets else {}),
     }
 
 

@@ -50,12 +50,13 @@ def main(job, length, vocab_size, num_classes, answer):
     start_tensorflow()
     import numpy as np
 
-    from pipeline.classifier import build_classifier, compile_predict
+    from pipeline.calibrated import build_calibrated
+    from pipeline.classifier import compile_predict
     from pipeline.train_step import TrainStep
 
     config, length = JobConfig.model_validate_json(Path(job).read_text(encoding="utf-8")), int(length)
     training = config.training
-    model = build_classifier(
+    model = build_calibrated(
         config.model,
         int(vocab_size),
         int(num_classes),
@@ -63,7 +64,7 @@ def main(job, length, vocab_size, num_classes, answer):
         dtype=training.precision,
         recompute=training.recompute,
     )
-    train_step, predict = TrainStep(model, training, np.ones(int(num_classes))), compile_predict(model)
+    train_step, predict = TrainStep(model.encoder, training, np.ones(int(num_classes))), compile_predict(model)
     token_ids = np.random.default_rng(0).integers(2, int(vocab_size), (batch_rows(training, length), length), np.int32)
     batches = [(token_ids, np.zeros(len(token_ids), np.int32))] * training.accumulate_batches
     # The first step traces the graph and makes what stays; with one token nothing else of it counts.

@@ -45,6 +45,11 @@ class Sizes:
         """{part: count}."""
         return formulas.parameters(self.config.model, self.vocab_size, self.num_classes)
 
+    @property
+    def step_parameters(self):
+        """How many of them a training step changes."""
+        return sum(count for part, count in self.parameters.items() if part != formulas.NGRAMS)
+
     def multiply_adds(self, length):
         """Of one text, forward."""
         return sum(formulas.multiply_adds(self.config.model, length, self.num_classes).values())
@@ -55,12 +60,12 @@ class Sizes:
 
     def step_memory(self, length):
         """Bytes that a training step adds to what lies in memory between steps."""
-        count = sum(self.parameters.values())
+        count = self.step_parameters
         return sum(formulas.step_memory(self.config.model, self.config.training, length, count).values())
 
     def training_memory(self, length):
         """{term: bytes} of a training step's peak."""
-        return formulas.training_memory(self.config.model, self.config.training, length, sum(self.parameters.values()))
+        return formulas.training_memory(self.config.model, self.config.training, length, self.step_parameters)
 
     def inference_memory(self, length):
         """Bytes of one text's forward pass."""

@@ -51,8 +51,8 @@ class NgramScores(keras.layers.Layer):
         # A GPU reads zeros for a row that is not there; where a wrong id matters, others see it.
         first = tf.cast(tf.clip_by_value(token_ids, 0, self.vocab_size - 1), tf.int64)  # [B, T]
         second = tf.pad(first[:, 1:], [[0, 0], [0, 1]], constant_values=PAD_ID)
-        hashed = self.vocab_size + (first * MULTIPLIER + second) % self.buckets
-        pairs = tf.where(second == PAD_ID, tf.constant(PAD_ID, tf.int64), hashed)
+        pairs = self.vocab_size + (first * MULTIPLIER + second) % self.buckets
+        pairs = pairs * tf.cast(second != PAD_ID, tf.int64)
         rows = tf.concat([first, pairs], axis=1)  # [B, 2 T]
         total = tf.reduce_sum(tf.gather(ops.convert_to_tensor(self.table), rows), axis=1)  # [B, C]
         squares = tf.reduce_sum(tf.gather(ops.convert_to_tensor(self.squared_weights), rows), axis=1, keepdims=True)

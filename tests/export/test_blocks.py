@@ -11,6 +11,7 @@ from export.onnx_graph import convert, make_metadata
 from export.onnx_text import build_text_graph
 from export.quantize import quantize_int8
 from export.verify import FLOAT16_TOLERANCE
+from pipeline.calibrated import CalibratedClassifier
 from pipeline.classifier import build_classifier
 from pipeline.config import ModelConfig
 from pipeline.text import train_tokenizer
@@ -51,7 +52,8 @@ def build(name, **sizes):
 
 
 def converted(model):
-    return convert(model, 20, make_metadata("x", 1, ["a", "b", "c"], model.get_config()["max_length"], ""))
+    metadata = make_metadata("x", 1, ["a", "b", "c"], model.get_config()["max_length"], "")
+    return convert(CalibratedClassifier(model), 20, metadata)
 
 
 def run(path, token_ids):

@@ -98,9 +98,9 @@ def sizes(**changes):
 
 def build_model(config=_SIZES, with_biases=True):
     """Returns an untrained classifier whose biases aren't all zero; imports TensorFlow here."""
-    from pipeline.classifier import build_classifier
+    from pipeline.calibrated import build_calibrated
 
-    model = build_classifier(config, _VOCAB_SIZE, 3, seed=5)
+    model = build_calibrated(config, _VOCAB_SIZE, 3, seed=5)
     rng = np.random.default_rng(0)
     for weight in model.weights if with_biases else []:
         weight.assign(weight.numpy() + rng.normal(0, 0.1, weight.shape).astype(np.float32))
@@ -122,7 +122,7 @@ def file_hashes(directory):
 
     build_model(sizes(num_layers=1))  # moves the counters of Keras's names
     files = [directory / f"{name}.onnx" for name in ("float32", "int8", "float16", "ort")]
-    onnx.save(_convert(build_model()), files[0])
+    onnx.save(_convert(build_model(sizes(ngram_buckets=8))), files[0])
     quantize_int8(files[0], files[1])
     convert_float16(files[0], files[2])
     convert_ort(files[0], files[3])

@@ -116,6 +116,7 @@ def test_answers_equal_the_model(session, trained, batch, length):
         token_ids[row, rng.integers(0, length + 1) :] = 0
     expected = np.asarray(model(token_ids, training=False))
     logits, probabilities = session.run(["logits", "probabilities"], {"token_ids": token_ids})
+    np.testing.assert_allclose(probabilities, model.probabilities(expected), **TOLERANCE)
     assert logits.dtype == probabilities.dtype == np.float32
     np.testing.assert_allclose(logits, expected, **TOLERANCE)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=0, atol=1e-6)
@@ -150,7 +151,7 @@ def test_all_pad_rows_have_one_answer_in_every_runtime(version_dir, session, tra
     for name, logits in answers.items():
         np.testing.assert_allclose(logits, np.repeat(expected, len(logits), axis=0), rtol=0, atol=1e-5, err_msg=name)
 
-    probabilities = tf.nn.softmax(expected).numpy()
+    probabilities = model.probabilities(expected).numpy()
     batches = [[""], ["", "  ", "\t"], ["", "a superb film"]]
     found = run_python(_TEXT_GRAPH, version_dir / "onnx" / "model.text.onnx", json.dumps(batches))
     found += [loaded["serving_default"](text=tf.constant(batch))["probabilities"].numpy().tolist() for batch in batches]
@@ -163,6 +164,7 @@ def test_operation_without_onnx_form_is_named():
 
     class Model:
         is_chunked = False
+        probabilities = staticmethod(tf.nn.softmax)
 
         def __call__(self, token_ids, training):
             return tf.math.bessel_i0e(tf.cast(token_ids[:, :1], tf.float32) * tf.ones([1, 2]))

@@ -18,7 +18,7 @@ from export.verify import FLOAT16_TOLERANCE
 from pipeline.contract import ONNX_FILES
 from pipeline.text import Tokenizer, train_tokenizer
 from tests.jobs import VOCAB_SIZE, make_rows, run_python
-from tests.options import OPTIONS, SIZES, build, config_of, make_ids
+from tests.options import BESIDE, OPTIONS, SIZES, build_fitted, config_of, make_ids
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")]
 
@@ -26,7 +26,8 @@ LABELS = ["a", "b", "c"]
 TEXTS = [*(text for text, _ in make_rows(12)), "", "so " * 30]
 ATOL = 1e-5
 INT8_ATOL = 0.1  # of logits; how many labels differ is judged on real data
-every_option = pytest.mark.parametrize("name", OPTIONS)
+NAMES = [*OPTIONS, *BESIDE]
+every_option = pytest.mark.parametrize("name", NAMES)
 
 # In another process: TensorFlow and the extensions crash together.
 _TEXT_GRAPHS = """
@@ -52,7 +53,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def models(tokenizer):
-    return {name: build(name, tokenizer.vocab_size, len(LABELS)) for name in OPTIONS}
+    return {name: build_fitted(name, tokenizer.vocab_size, len(LABELS)) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,14 @@ def expected(models, tokenizer):
     for name, model in models.items():
         predict = compile_predict(model)
         batches = [(token_ids, np.asarray(predict(token_ids))) for token_ids in make_ids(tokenizer.vocab_size)]
-        found[name] = batches, _probabilities(predict, tokenizer)
+        found[name] = batches, _probabilities(model, predict, tokenizer)
     return found
 
 
-def _probabilities(predict, tokenizer):
+def _probabilities(model, predict, tokenizer):
     rows = tokenizer.encode(TEXTS, SIZES["max_length"])
     logits = [np.asarray(predict(row[None] if len(row) else np.zeros((1, 1), np.int32)))[0] for row in rows]
+    logits = np.stack(logits) / model.temperature.numpy()
     powers = np.exp(logits - np.max(logits, axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
 
@@ -125,7 +127,9 @@ def test_standard_operators_only(directory, name):
     assert [(o.domain, o.version) for o in graph.opset_import] == [("", 20)]
     assert not graph.functions
     onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True, data_prop=True)
-    assert not {"Erf", "ReduceMean", "Sqrt", "Tile", "Loop", "If", "Identity"} & {n.op_type for n in graph.graph.node}
+    operators = {n.op_type for n in graph.graph.node}
+    assert not {"Erf", "ReduceMean", "Tile", "Loop", "If", "Identity"} & operators
+    assert ("Sqrt" in operators) == ("Mod" in operators) == bool(config_of(name).ngram_buckets)
 
 
 @every_option
@@ -144,7 +148,7 @@ def test_a_wrong_id_has_no_answer_on_a_gpu_either(directory, tokenizer, name):
 
 
 def test_text_graphs(expected, directory):
-    paths = {str(directory / f"{name}.text.onnx"): name for name in OPTIONS}
+    paths = {str(directory / f"{name}.text.onnx"): name for name in NAMES}
     for path, found in run_python(_TEXT_GRAPHS, json.dumps(TEXTS), *paths).items():
         np.testing.assert_allclose(found, expected[paths[path]][1], rtol=0, atol=ATOL, err_msg=paths[path])
 

@@ -86,14 +86,14 @@ NAMES = ("published", "chinese", "case-folding", "symbols", "as-is")
 def exported(tmp_path_factory):
     """Name -> (tokenizer, max_length, directory with saved_model.pb and model.text.onnx)."""
     from export.saved_model import export_saved_model
-    from pipeline.classifier import build_classifier
+    from pipeline.calibrated import build_calibrated
 
     version = published_job(tmp_path_factory).model_dir / "1"
     found = {"published": (Tokenizer.load(version / "tokenizer.model"), MAX_LENGTH, version)}
     for name, (model, max_length) in _owners_models().items():
         tokenizer, directory = Tokenizer(model), tmp_path_factory.mktemp(name)
         sizes = ModelConfig(d_model=2, num_heads=1, d_ff=2, num_layers=1, max_length=max_length)
-        classifier = build_classifier(sizes, tokenizer.vocab_size, 2, seed=0)
+        classifier = build_calibrated(sizes, tokenizer.vocab_size, 2, seed=0)
         export_saved_model(classifier, directory, ["a", "b"], model, max_length)
         (directory / "onnx").mkdir()
         weights = (np.zeros(shape, np.float32) for shape in ((tokenizer.vocab_size, 8), (8, 3), (3,)))

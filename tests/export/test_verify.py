@@ -39,7 +39,8 @@ def cases(job, trained, tmp_path_factory):
     _, model, tokenizer, _, texts = trained
     path = tmp_path_factory.mktemp("cases") / "cases.npz"
     test = Split.load(job.run_dir / "data", "test")
-    verify.write_cases(path, lambda ids: model(ids, training=False), texts, tokenizer, MAX_LENGTH, test)
+    temperature = model.fitted_scalars()["temperature"]
+    verify.write_cases(path, lambda ids: model(ids, training=False), texts, tokenizer, MAX_LENGTH, test, temperature)
     return path
 
 
@@ -88,11 +89,11 @@ def test_every_wrong_artifact_is_named(trained, version_dir, cases):
     other = train_tokenizer([text for text, _ in make_rows(200, seed=8)], VOCAB_SIZE - 40)
     onnx.save(build_text_graph(proto, other, MAX_LENGTH), version_dir / ONNX_TEXT)
 
-    from pipeline.classifier import build_classifier
+    from pipeline.calibrated import build_calibrated
 
     for name in ("variables", "assets"):
         shutil.rmtree(version_dir / name)
-    another = build_classifier(config.model, trained[2].vocab_size, len(LABELS), seed=99)
+    another = build_calibrated(config.model, trained[2].vocab_size, len(LABELS), seed=99)
     export_saved_model(another, version_dir, LABELS, trained[2].model, MAX_LENGTH)
     _seal(version_dir)
     with pytest.raises(VerificationError) as caught:

@@ -387,7 +387,7 @@ def test_averaged_weights_are_validated_kept_as_best_and_loaded_for_export(data_
     training.train(job, run_dir, KEY, Stub())
     progress, best = last(run_dir).progress, checkpoint.finished_best(run_dir, KEY, job.training).arrays
     state = list(checkpoint.read(run_dir / checkpoint.CHECKPOINTS, progress.best_step).arrays.values())
-    model = training.load_best(job, run_dir, KEY)
+    model = training.load_best(job, run_dir, KEY).encoder
     averages, weights = state[-len(best) :], state[: len(model.variables)]
     assert [a.tobytes() for a in best.values()] == [a.tobytes() for a in averages]
     assert [v.numpy().tobytes() for v in model.weights] == [a.tobytes() for a in averages]
