@@ -132,8 +132,8 @@ def _fitted(features, labels, row_weights, stop):
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(_LOOK_S)
             stop()
+            thread.join(_LOOK_S)
     if raised:
         raise raised[0]
     return model

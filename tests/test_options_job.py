@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest
+from pipeline.fitting import FITTED
 from serving.onnx_classifier import OnnxClassifier
 from tests.jobs import make_job, make_rows, metrics_rows, write_csv
 from tests.kills import Moment, differing, result
@@ -41,6 +42,8 @@ def test_every_option_at_once(forks, tmp_path):
     assert manifest.graphs[ONNX_FILES["float32"]]["activation_products"] == 4  # of a layer with global tokens
     exact = [manifest.parity[name]["max_abs_difference"] for name in ("saved_model", ONNX_FILES["float32"], ONNX_TEXT)]
     assert max(exact) < 1e-4
+    assert manifest.calibration == job.report["calibration"]
+    assert job.report["parts"].keys() == {"encoder", "ngrams"}
     answers = OnnxClassifier.load(job.model_dir / "1").predict(["a superb film", "a dull film", ""])
     np.testing.assert_allclose([sum(a.probabilities.values()) for a in answers], 1.0, atol=1e-5)
 
@@ -50,3 +53,7 @@ def test_every_option_at_once(forks, tmp_path):
         assert forks.run(other, Moment("row", step)).code == -signal.SIGKILL
     assert forks.run(other, None).code == 0
     assert differing(result(other.run_dir), result(job.run_dir)) == []
+    assert forks.run(other, None, command="evaluate").code == 0
+    fitted, expected = ((run.run_dir / FITTED).read_bytes() for run in (other, job))
+    assert fitted == expected
+    assert {**other.report, "gate": None} == {**job.report, "gate": None}

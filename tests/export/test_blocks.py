@@ -7,15 +7,16 @@ import pytest
 
 from export import blocks, fusion
 from export.float16 import convert_float16
-from export.onnx_graph import convert, make_metadata
+from export.onnx_graph import _in_one_piece, convert, make_metadata
 from export.onnx_text import build_text_graph
 from export.quantize import quantize_int8
 from export.verify import FLOAT16_TOLERANCE
-from pipeline.calibrated import CalibratedClassifier
+from pipeline.calibrated import CalibratedClassifier, add_ngrams
 from pipeline.classifier import build_classifier
 from pipeline.config import ModelConfig
 from pipeline.text import train_tokenizer
 from tests.jobs import VOCAB_SIZE, make_rows, run_python
+from tests.options import make_ngram_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")]
 
@@ -98,6 +99,18 @@ def test_the_text_graph_of_a_long_model(tmp_path):
         tmp_path / "text.onnx",
     )
     np.testing.assert_allclose(np.sum(answers, axis=1), 1.0, atol=1e-5)
+
+
+def test_the_copy_in_one_piece_keeps_what_was_fitted():
+    model = add_ngrams(build("reference"), 8)
+    model.ngrams.set_weights(make_ngram_weights(VOCAB_SIZE, 3, 8))
+    model.ngram_weight.assign(1.5)
+    model.temperature.assign(0.7)
+    copy = _in_one_piece(model)
+    assert model.is_chunked and not copy.is_chunked
+    assert copy.fitted_scalars() == model.fitted_scalars()
+    token_ids = np.array([[3, 7, 9, 3], [5, 0, 0, 0]], np.int32)
+    np.testing.assert_allclose(copy(token_ids), model(token_ids), rtol=0, atol=1e-5)
 
 
 def test_short_models_have_no_loop():

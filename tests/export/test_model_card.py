@@ -81,7 +81,8 @@ def test_figures(card, manifest, data):
     assert card.startswith(f"# tiny\n\nGives a text one of 2 labels: {', '.join(manifest.labels)}.\n")
     for figure in (
         f"Accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f} nats",
-        f"calibration error {test['calibration_error']:.4f}",
+        f"calibration error {test['calibration_error']:.4f}, {manifest.calibration['test']['before']:.4f} before",
+        f"divided by {manifest.calibration['temperature']:.3f}, as fitted on validation",
         f"Results on the {test['rows']} test rows",
         "A Pre-Norm Transformer encoder",
         "layers 1, width 16, heads 2,\nfeed-forward width 32, mean pooling",
@@ -117,6 +118,15 @@ def test_pretraining_is_told(card, manifest, data):
     assert "predict masked tokens of the training texts, for 3 epochs." in render(pretrained, data, 1)
     with_more = {**data, "unlabelled": {"rows": 4321}}
     assert "of the training texts and 4,321 unlabelled ones, for 3 epochs." in render(pretrained, with_more, 1)
+
+
+def test_ngrams_are_told(card, manifest, data):
+    assert "pairs of" not in card
+    job = {**manifest.job, "model": {**manifest.job["model"], "ngram_buckets": 65_536}}
+    beside = dataclasses.replace(manifest, job=job, calibration={**manifest.calibration, "ngram_weight": 2.5})
+    told = render(beside, data, 1)
+    assert "times 2.500: the scores of a linear model" in told and "in 65,536 buckets." in told
+    assert "Options:" not in told
 
 
 def test_only_files_that_are_there_are_named(manifest, data):

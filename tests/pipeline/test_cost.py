@@ -24,9 +24,9 @@ def model_of(**keys):
 
 @functools.cache
 def built(model):
-    from pipeline.classifier import build_classifier
+    from pipeline.calibrated import build_calibrated
 
-    return build_classifier(model, V, C)
+    return build_calibrated(model, V, C)
 
 
 def total(parts):
@@ -47,6 +47,7 @@ OPTIONS = [
     {"num_kv_heads": 1},
     {"num_kv_heads": 2, "pooling": "cls"},
 ]
+NGRAMS = {"ngram_buckets": 16}
 BY_FORMULA = [  # their products are in blocks and loops
     {"attention": "linear"},
     {"num_experts": 3, "activation": "swiglu"},
@@ -55,10 +56,11 @@ BY_FORMULA = [  # their products are in blocks and loops
 ]
 
 
-@pytest.mark.parametrize("keys", OPTIONS + BY_FORMULA, ids=str)
+@pytest.mark.parametrize("keys", [*OPTIONS, *BY_FORMULA, NGRAMS], ids=str)
 def test_parameters_are_the_built_models(keys):
-    found = formulas.parameters(model_of(**keys), V, C)
-    assert total(found) == sum(int(np.prod(v.shape)) for v in built(model_of(**keys)).trainable_variables)
+    found, model = formulas.parameters(model_of(**keys), V, C), built(model_of(**keys))
+    weights = model.trainable_variables + (model.ngrams.weights if keys == NGRAMS else [])
+    assert total(found) == sum(int(np.prod(v.shape)) for v in weights)
     assert found["embedding"] == V * 8 and all(found.values())
 
 
@@ -265,6 +267,15 @@ def test_what_one_option_cannot_do_several_do(sizes):
 
     everything = remedy_of_all(sizes, ways, figure, 0)
     assert 0 < everything.figure == figure(sizes.changed(everything.settings)) < together.figure
+
+
+def test_ngrams_cost_answers_and_no_training_step(sizes):
+    beside = sizes.changed({"model": {"ngram_buckets": 1000}})
+    values = (sizes.vocab_size + 1000) * (sizes.num_classes + 1) + sizes.num_classes
+    assert beside.parameters == {**sizes.parameters, "n-grams": values}
+    assert beside.multiply_adds(16) == sizes.multiply_adds(16) + 2 * 16 * sizes.num_classes
+    assert beside.inference_memory(16) == sizes.inference_memory(16) + 4 * values
+    assert beside.training_memory(16) == sizes.training_memory(16)
 
 
 def test_ways_fit_the_job(sizes):
