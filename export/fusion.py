@@ -73,10 +73,11 @@ def expected_counts(precision, model):
     projections = 1 if _is_packed(model) else 3
     networks = model.num_experts or 1
     feed_forward = networks * (3 if model.activation == "swiglu" else 2) + (1 if model.num_experts else 0)
-    products = layers * (projections + 1 + feed_forward) + 1 - attentions
+    convolutions = 1 if model.convolution else 0
+    products = layers * (projections + 1 + feed_forward) + convolutions + 1 - attentions
     return {
-        "LayerNormalization": 2 * layers + 1,
-        "Gelu": layers * networks if model.activation == "gelu" else 0,
+        "LayerNormalization": 2 * layers + convolutions + 1,
+        "Gelu": (layers * networks if model.activation == "gelu" else 0) + convolutions,
         "Attention": attentions,
         "weight_products": products,
         "int8_products": products if precision == "int8" else 0,

@@ -11,6 +11,7 @@ from pipeline.contract import PAD_ID, TOKEN_IDS
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
 from pipeline.layers.checks import check_token_ids
 from pipeline.layers.chunked_attention import ChunkedAttention
+from pipeline.layers.convolution import PreNormConvolution
 from pipeline.layers.dense import Dense
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
@@ -31,8 +32,8 @@ TOKEN_IDS_SPEC = tf.TensorSpec([None, None], tf.int32, TOKEN_IDS)
 class EncoderClassifier(keras.Model):
     """Token ids in, class logits out.
 
-    embedding * sqrt(D) + positions, `num_layers` encoder layers, pooling to one vector, LayerNorm, dropout, one Dense
-    layer to the logits.
+    embedding * sqrt(D), convolution if there is one, + positions, `num_layers` encoder layers, pooling to one vector,
+    LayerNorm, dropout, one Dense layer to the logits.
 
     Args:
         vocab_size: number of token ids V; ids must be in [0, V).
@@ -54,6 +55,7 @@ class EncoderClassifier(keras.Model):
         global_tokens: of "local_global", first tokens that see all and are seen by all.
         num_experts: of a mixture-of-experts feed-forward network; 0 = one network for all tokens.
         top_k: experts that each token goes to.
+        convolution: neighbouring tokens, an odd number, that a convolution before the positions spans; 0 = none.
         recompute: whether training computes each encoder layer again for its gradient instead of keeping its
             activations; changes no result but for rounding.
         chunked_above: "full" attention is computed in chunks, with memory that grows with the length, where
@@ -84,6 +86,7 @@ class EncoderClassifier(keras.Model):
         global_tokens=1,
         num_experts=0,
         top_k=2,
+        convolution=0,
         recompute=False,
         chunked_above=CHUNKED_ABOVE,
         seed=None,
@@ -110,6 +113,7 @@ class EncoderClassifier(keras.Model):
             "global_tokens": global_tokens,
             "num_experts": num_experts,
             "top_k": top_k,
+            "convolution": convolution,
             "recompute": recompute,
             "chunked_above": chunked_above,
             "seed": seed,
@@ -127,6 +131,11 @@ class EncoderClassifier(keras.Model):
             dtype="float32",
             name="embedding",
         )
+        self.convolution = None
+        if convolution:
+            self.convolution = PreNormConvolution(
+                convolution, dropout, seed=derive_seed(seed, "convolution"), dtype=policy, name="convolution"
+            )
         self.class_vector = None
         if pooling == "cls":
             self.class_vector = ClassVector(derive_seed(seed, "class_vector"), dtype="float32", name="class_vector")
@@ -216,7 +225,7 @@ class EncoderClassifier(keras.Model):
         """Creates every weight; no data is needed."""
         hidden_shape = (None, None, self.d_model)
         self.embedding.build((None, None))
-        for layer in (self.class_vector, self.position, *self.encoder_layers):
+        for layer in (self.convolution, self.class_vector, self.position, *self.encoder_layers):
             if layer is not None:
                 layer.build(hidden_shape)
         self._recomputed = [Recomputed(layer, self.add_loss) for layer in self.encoder_layers]
@@ -244,6 +253,8 @@ class EncoderClassifier(keras.Model):
         if self._config["norm"] == "post":
             # No LayerNorm comes before the first products: a large vector of PAD would overflow in float16.
             x = x * ops.cast(ops.expand_dims(token_valid, -1), x.dtype)
+        if self.convolution is not None:
+            x = self.convolution(x, token_valid, training=training)
         if self.class_vector is not None:
             x, token_valid = self.class_vector(x, token_valid)
         if self.position is not None:

@@ -100,6 +100,7 @@ class ModelConfig(_Section):
     global_tokens: Annotated[int, Field(ge=1, le=65_536)] = 1  # of local_global: first tokens, seeing all and seen
     num_experts: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one feed-forward network for all tokens
     top_k: Positive = 2  # experts that each token goes to
+    convolution: Annotated[int, Field(ge=0, le=255)] = 0  # tokens that one before the encoder layers spans; 0 = none
     # Table rows of a linear model beside the encoder, for hashed pairs of neighbouring tokens; 0 = no such model.
     ngram_buckets: Annotated[int, Field(ge=0, le=1 << 24)] = 0
 
@@ -131,6 +132,11 @@ class ModelConfig(_Section):
             raise ValueError(
                 'model.pooling = "cls" needs a vector that sees the whole text; with model.attention = "local" it '
                 f'sees {self.window} tokens: use "local_global". Received: attention="local", pooling="cls"'
+            )
+        if self.convolution and self.convolution % 2 == 0:
+            raise ValueError(
+                "model.convolution must be odd, as many tokens on each side, or 0. "
+                f"Received: convolution={self.convolution}"
             )
         if self.num_experts == 1 or self.num_experts and self.top_k > self.num_experts:
             raise ValueError(

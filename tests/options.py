@@ -31,6 +31,7 @@ OPTIONS = {
     "local_global": {"attention": "local_global", "window": 2, "global_tokens": 2},
     "local_alibi": {"attention": "local_global", "window": 3, "position": "alibi", "pooling": "cls"},
     "linear": {"attention": "linear"},
+    "convolution": {"convolution": 3},
     "together": {
         "num_layers": 2,
         "position": "rope",
@@ -41,6 +42,7 @@ OPTIONS = {
         "attention": "local_global",
         "window": 2,
         "num_experts": 3,
+        "convolution": 5,
     },
 }
 
@@ -125,6 +127,8 @@ def expected_logits(config, weights, token_ids):
 def _logits(config, weights, tokens):
     w = weights
     x = w["embedding/embeddings"][tokens] * math.sqrt(config.d_model)  # [T, D]
+    if config.convolution:
+        x = x + _convolution(config, w, x)
     if config.pooling == "cls":
         x = np.concatenate([w["class_vector/class_vector"][None], x])
     if config.position == "sinusoidal":
@@ -142,6 +146,19 @@ def _logits(config, weights, tokens):
         pooled = x.mean(axis=0) if config.pooling == "mean" else x.max(axis=0)
     pooled = _layer_norm(pooled, w["head_norm/gamma"], w["head_norm/beta"])
     return pooled @ w["head/kernel"] + w["head/bias"]
+
+
+def _convolution(config, w, x):
+    """What W does to each of the neighbours, by their distance."""
+    kernel = w["convolution/projection/kernel"].reshape(config.convolution, config.d_model, config.d_model)
+    normalized = _layer_norm(x, w["convolution/norm/gamma"], w["convolution/norm/beta"])
+    total = np.tile(w["convolution/projection/bias"], (len(x), 1))
+    for at in range(len(x)):
+        for i, matrix in enumerate(kernel):
+            neighbour = at + i - config.convolution // 2
+            if 0 <= neighbour < len(x):
+                total[at] += normalized[neighbour] @ matrix
+    return _gelu(total)
 
 
 def _encoder_layer(config, w, x):
@@ -223,11 +240,15 @@ def _network(config, w, x, name):
     if config.activation == "relu":
         hidden = np.maximum(hidden, 0)
     elif config.activation == "gelu":
-        hidden = hidden * np.vectorize(lambda v: 0.5 * (1 + math.erf(v / math.sqrt(2))))(hidden)
+        hidden = _gelu(hidden)
     else:
         gate = _dense(w, f"{name}/gate", x)
         hidden = gate / (1 + np.exp(-gate)) * hidden
     return _dense(w, f"{name}/output", hidden)
+
+
+def _gelu(x):
+    return x * np.vectorize(lambda v: 0.5 * (1 + math.erf(v / math.sqrt(2))), otypes=[float])(x)
 
 
 def _dense(w, name, x):

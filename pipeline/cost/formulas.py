@@ -33,11 +33,12 @@ def parameters(model, vocab_size, num_classes):
     experts = model.num_experts
     parts = {
         "embedding": vocab_size * size,
+        "convolution": model.convolution * size * size + size if model.convolution else 0,
         "positions": (model.max_length + is_cls) * size if model.position == "learned" else 0,
         "class vector": size if is_cls else 0,
         "attention": layers * (2 * (size * size + size) + 2 * (size * _key_size(model) + _key_size(model))),
         "feed-forward": layers * (experts * network + size * experts + experts if experts else network),
-        "normalization": (2 * layers + 1) * 2 * size,
+        "normalization": (2 * layers + 1 + (model.convolution > 0)) * 2 * size,
         "head": size * num_classes + num_classes,
         NGRAMS: (vocab_size + model.ngram_buckets) * (num_classes + 1) + num_classes if model.ngram_buckets else 0,
     }
@@ -63,13 +64,15 @@ def multiply_adds(model, length, num_classes):
     else:
         # Scores and contexts; each element of the matrices takes H multiply-adds, twice.
         attention = 2 * attention_elements(model, length) * (size // model.num_heads)
-    return {
+    parts = {
+        "convolution": length * model.convolution * size * size,
         "projections": layers * positions * (2 * size * size + 2 * size * _key_size(model)),
         "attention": attention,
         "feed-forward": layers * positions * (matrices * size * model.d_ff + size * model.num_experts),
         "head": size * num_classes,
         **({NGRAMS: 2 * length * num_classes} if model.ngram_buckets else {}),
     }
+    return {name: count for name, count in parts.items() if count}
 
 
 def attention_elements(model, length):
@@ -102,6 +105,7 @@ def activation_memory(model, training, length):
       (its graph keeps 3, of which TensorFlow's scheduler makes 1, the derivative, as early as it can: here 2), ReLU its
       output, SwiGLU gate, its sigmoid's product and hidden values; for each of top_k experts, with n D (4 + c) of
       inputs and outputs;
+    - convolution: what its product takes, `width` vectors for each token, and GELU's derivative: n D (width c + 4);
     - dropout masks: float32, only of dropouts with more than MASK_WINDOW values.
 
     With `training.recompute` each layer keeps its input, and one layer at a time the rest.
@@ -130,6 +134,8 @@ def activation_memory(model, training, length):
         kept = {"inputs of layers": layers * n * size * _FLOAT32, **layer}
     else:
         kept = {name: layers * bytes_ for name, bytes_ in layer.items()}
+    if model.convolution:
+        kept["convolution"] = n * size * (model.convolution * c + _FLOAT32)
     if model.pooling == "max":
         kept["pooling"] = n * size * _FLOAT32
     return {name: bytes_ for name, bytes_ in kept.items() if bytes_}

@@ -17,6 +17,7 @@ by those that do. Padding never counts, so what stands there reaches neither the
 
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention
 from pipeline.layers.chunked_attention import ChunkedAttention
+from pipeline.layers.convolution import PreNormConvolution
 from pipeline.layers.decoder import PreNormDecoderLayer
 from pipeline.layers.encoder import PostNormEncoderLayer, PreNormEncoderLayer
 from pipeline.layers.experts import MixtureOfExperts
@@ -41,6 +42,7 @@ __all__ = [
     "NgramScores",
     "PositionwiseFeedForward",
     "PostNormEncoderLayer",
+    "PreNormConvolution",
     "PreNormDecoderLayer",
     "PreNormEncoderLayer",
     "RotaryPosition",

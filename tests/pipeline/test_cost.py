@@ -46,6 +46,7 @@ OPTIONS = [
     {"activation": "swiglu"},
     {"num_kv_heads": 1},
     {"num_kv_heads": 2, "pooling": "cls"},
+    {"convolution": 3, "pooling": "cls"},
 ]
 NGRAMS = {"ngram_buckets": 16}
 BY_FORMULA = [  # their products are in blocks and loops

@@ -27,6 +27,7 @@ from pipeline.layers import (
     NgramScores,
     PositionwiseFeedForward,
     PostNormEncoderLayer,
+    PreNormConvolution,
     PreNormDecoderLayer,
     PreNormEncoderLayer,
     RotaryPosition,
@@ -112,6 +113,10 @@ CASES = {
         [((None, SIZE), "float32"), ((4, 3), "float32")],
     ),
     "encoder": (lambda **k: PreNormEncoderLayer(2, 12, 0.1, seed=5, **k), [((None, SIZE), "float32")]),
+    "convolution": (
+        lambda **k: PreNormConvolution(3, 0.1, seed=5, **k),
+        [((None, SIZE), "float32"), ((None,), "bool")],
+    ),
     "norm": (lambda **k: LayerNorm(**k), [((None, SIZE), "float32")]),
     "dense": (
         lambda **k: Dense(3, kernel_initializer=keras.initializers.GlorotUniform(seed=5), **k),
