@@ -42,7 +42,7 @@ FASTTEXT = {
     "thucnews_titles_small": 84.3,
     "sms_spam": 98.9,
 }
-PLAIN = {"convolution": 0, "ngram_buckets": 0}
+PLAIN = {"convolution": 0, "ngram_pairs": 0}
 CONVERT = """
 import json, sys
 from pipeline.runtime import start_tensorflow

@@ -52,7 +52,7 @@ def render(manifest, data_report, parameters):
 
 # Keys of [model] that have their own words, or concern training only.
 _TOLD_OTHERWISE = {"d_model", "num_heads", "d_ff", "num_layers", "pooling", "norm", "max_length"}
-_TOLD_OTHERWISE |= {"dropout", "head_dropout", "ngram_buckets"}
+_TOLD_OTHERWISE |= {"dropout", "head_dropout", "ngram_pairs"}
 
 
 def escape(text):
@@ -90,13 +90,13 @@ def _options(model):
 
 
 def _ngrams(manifest):
-    buckets = manifest.job["model"]["ngram_buckets"]
-    if not buckets:
+    pairs = manifest.job["model"]["ngram_pairs"]
+    if not pairs:
         return []
     weight = manifest.calibration["ngram_weight"]
     return [
         f"Added to its logits, times {weight:.3f}: the scores of a linear model over tokens and over pairs of",
-        f"neighbours in {buckets:,} buckets.",
+        f"neighbours, {pairs:,} of them at most.",
     ]
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from pipeline import evaluation
 from pipeline.classifier import TOKEN_IDS_SPEC, build_classifier
 from pipeline.layers.ngrams import NgramScores
+from pipeline.ngrams import slots_for
 
 
 @keras.saving.register_keras_serializable(package="pipeline")
@@ -49,12 +50,6 @@ class CalibratedClassifier(keras.Model):
     def is_chunked(self):
         """True when the encoder's attention is computed in chunks of keys."""
         return self.encoder.is_chunked
-
-    @property
-    def fitted_weights(self):
-        """The weights that no gradient step makes."""
-        of_encoder = {id(weight) for weight in self.encoder.weights}
-        return [weight for weight in self.weights if id(weight) not in of_encoder]
 
     def parts(self, token_ids, training=None):
         """Returns [logits], with n-grams [logits, the encoder's, the n-grams' scores], each float32 [B, C]."""
@@ -106,17 +101,13 @@ class CalibratedClassifier(keras.Model):
 
 
 def build_calibrated(model_config, vocab_size, num_classes, **settings):
-    """Returns a built `CalibratedClassifier`, neither trained nor fitted; arguments as of `build_classifier`."""
-    return add_ngrams(build_classifier(model_config, vocab_size, num_classes, **settings), model_config.ngram_buckets)
+    """Returns a built `CalibratedClassifier`, neither trained nor fitted; arguments as of `build_classifier`.
 
-
-def add_ngrams(encoder, buckets):
-    """Returns a `CalibratedClassifier` of a built `EncoderClassifier`, with n-grams if there are `buckets` for them."""
-    ngrams = None
-    if buckets:
-        ngrams = NgramScores(
-            encoder.embedding.input_dim, encoder.compute_output_shape((None, None))[1], buckets, name="ngrams"
-        )
+    It knows as many pairs as `model.ngram_pairs` allows; a fitted one those that the training texts have.
+    """
+    encoder, pairs = build_classifier(model_config, vocab_size, num_classes, **settings), model_config.ngram_pairs
+    ngrams = NgramScores(vocab_size, num_classes, slots_for(pairs), pairs, name="ngrams") if pairs else None
+    if pairs:
         ngrams.build()
     return CalibratedClassifier(encoder, ngrams)
 

@@ -290,7 +290,7 @@ def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="fl
         dtype: Keras dtype policy.
         recompute: `training.recompute` of a job; matters to training only.
     """
-    sizes = model_config.model_dump(exclude={"ngram_buckets"})  # they are no part of the encoder
+    sizes = model_config.model_dump(exclude={"ngram_pairs"})  # they are no part of the encoder
     # A fixed name: Keras would count the models that the process has built.
     name, seed = "encoder_classifier", derive_seed(seed, "model")
     model = EncoderClassifier(vocab_size, num_classes, **sizes, recompute=recompute, seed=seed, dtype=dtype, name=name)

@@ -101,8 +101,8 @@ class ModelConfig(_Section):
     num_experts: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one feed-forward network for all tokens
     top_k: Positive = 2  # experts that each token goes to
     convolution: Annotated[int, Field(ge=0, le=255)] = 0  # tokens that one before the encoder layers spans; 0 = none
-    # Table rows of a linear model beside the encoder, for hashed pairs of neighbouring tokens; 0 = no such model.
-    ngram_buckets: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    # Pairs of neighbouring tokens that a linear model beside the encoder knows, at most; 0 = no such model.
+    ngram_pairs: Annotated[int, Field(ge=0, le=1 << 24)] = 0
 
     @pydantic.model_validator(mode="after")
     def _check(self):

@@ -12,9 +12,10 @@ import numpy as np
 
 from pipeline import calibration, dataset, ngrams
 from pipeline.batches import sequential_plan
-from pipeline.calibrated import add_ngrams, predict_parts
+from pipeline.calibrated import CalibratedClassifier, predict_parts
 from pipeline.config import fingerprint
 from pipeline.files import write_atomic
+from pipeline.layers.ngrams import NgramScores
 from pipeline.losses import class_weights
 
 FITTED = "fitted.npz"
@@ -31,34 +32,39 @@ def fit_to(encoder, job, run_dir, best, stop=lambda: None):
         best: the `pipeline.checkpoint.Checkpoint` of the encoder's weights.
         stop: called now and then; may raise to end early. Then nothing is kept.
     """
-    model = add_ngrams(encoder, job.model.ngram_buckets)
-    path, key = Path(run_dir) / FITTED, _key(best)
-    weights = {w.path: w for w in model.fitted_weights}
-    arrays = _read(path, key, weights)
-    if arrays is not None:
-        for name, weight in weights.items():
-            weight.assign(arrays[name])
-        return model
-    _fit(model, job, Path(run_dir) / "data", stop)
-    _write(path, key, weights)
-    return model
+    path, key, data_dir = Path(run_dir) / FITTED, _key(best), Path(run_dir) / "data"
+    arrays = _read(path, key)
+    if arrays is None:
+        arrays = _fit(encoder, job, data_dir, stop)
+        _write(path, key, arrays)
+    return _assembled(encoder, arrays)
 
 
-def _fit(model, job, data_dir, stop):
-    if model.ngrams is not None:
+def _fit(encoder, job, data_dir, stop):
+    """Returns name -> array: the weights of `NgramScores` if the job wants it, "ngram_weight" and "temperature"."""
+    arrays = {}
+    if job.model.ngram_pairs:
         split, labels = dataset.Split.load(data_dir, "train"), dataset.load_labels(data_dir)
         counts = np.bincount(split.labels, minlength=len(labels))
         row_weights = class_weights(job.training.class_weights, labels, counts)
-        fitted = ngrams.fit(split, model.vocab_size, len(labels), model.ngrams.buckets, row_weights, stop)
-        model.ngrams.set_weights(fitted)
+        vocab_size = encoder.embedding.input_dim
+        arrays = ngrams.fit(split, vocab_size, len(labels), job.model.ngram_pairs, row_weights, stop)
     split = dataset.Split.load(data_dir, "validation")
     plan = sequential_plan(split.lengths, job.training.batch_tokens)
-    parts = predict_parts(model, split, plan, stop)
-    scores = None if model.ngrams is None else parts[2]
-    weight, temperature = calibration.fit(parts[0] if scores is None else parts[1], scores, split.labels)
-    model.temperature.assign(temperature)
-    if model.ngrams is not None:
-        model.ngram_weight.assign(weight)
+    parts = predict_parts(_assembled(encoder, arrays), split, plan, stop)
+    encoded, scores = parts[1:] if arrays else (parts[0], None)
+    weight, temperature = calibration.fit(encoded, scores, split.labels)
+    return {**arrays, "ngram_weight": np.float32(weight), "temperature": np.float32(temperature)}
+
+
+def _assembled(encoder, arrays):
+    weights = {name: array for name, array in arrays.items() if name not in ("ngram_weight", "temperature")}
+    layer = NgramScores.of(weights, name="ngrams") if weights else None
+    model = CalibratedClassifier(encoder, layer)
+    model.temperature.assign(arrays.get("temperature", 1.0))
+    if layer is not None:
+        model.ngram_weight.assign(arrays.get("ngram_weight", 0.0))
+    return model
 
 
 def _key(best):
@@ -68,13 +74,13 @@ def _key(best):
     return fingerprint(_FORMAT, best.key, digest.hexdigest())
 
 
-def _write(path, key, weights):
+def _write(path, key, arrays):
     content = io.BytesIO()
-    np.savez(content, key=np.array(key), **{name: weight.numpy() for name, weight in weights.items()})
+    np.savez(content, key=np.array(key), **arrays)
     write_atomic(path, content.getvalue())
 
 
-def _read(path, key, weights):
+def _read(path, key):
     """Returns name -> array; None when the file is missing, damaged or of another key."""
     try:
         with zipfile.ZipFile(path) as parts:
@@ -82,7 +88,6 @@ def _read(path, key, weights):
                 return None
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
-        fits = str(arrays["key"]) == key and all(arrays[n].shape == tuple(w.shape) for n, w in weights.items())
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
         return None
-    return arrays if fits else None
+    return arrays if str(arrays.pop("key", "")) == key else None

@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 # What no training step knows.
-BESIDE = {"ngrams": {"ngram_buckets": 8}}
+BESIDE = {"ngrams": {"ngram_pairs": 500}}
 
 
 def config_of(name):
@@ -69,34 +69,47 @@ def build(name, vocab_size, num_classes, **settings):
 
 def build_fitted(name, vocab_size, num_classes):
     """Returns the `CalibratedClassifier` of `build`, whose fitted weights are neither 0 nor 1."""
-    from pipeline.calibrated import add_ngrams
+    from pipeline.calibrated import CalibratedClassifier
+    from pipeline.layers import NgramScores
 
-    model = add_ngrams(build(name, vocab_size, num_classes), config_of(name).ngram_buckets)
+    ngrams, pairs = None, config_of(name).ngram_pairs
+    if pairs:
+        ngrams = NgramScores.of(make_ngram_weights(vocab_size, num_classes, pairs), name="ngrams")
+    model = CalibratedClassifier(build(name, vocab_size, num_classes), ngrams)
     model.temperature.assign(0.7)
-    if model.ngrams is not None:
+    if pairs:
         model.ngram_weight.assign(1.5)
-        model.ngrams.set_weights(make_ngram_weights(vocab_size, num_classes, model.ngrams.buckets))
     return model
 
 
-def make_ngram_weights(vocab_size, num_classes, buckets):
-    """Returns random weights of a `NgramScores`; PAD's rows are zero."""
+def make_ngram_weights(vocab_size, num_classes, pairs):
+    """Returns random weights of a `NgramScores`, by name: half of the slots have a pair."""
     rng = np.random.default_rng(1)
-    rows = vocab_size + buckets
+    rows, slots = vocab_size + pairs, 2 * pairs
     table, squared_weights = rng.normal(0.0, 1.0, (rows, num_classes)), rng.uniform(0.1, 1.0, rows)
     table[0] = squared_weights[0] = 0.0
-    return [a.astype(np.float32) for a in (table, squared_weights, rng.normal(0.0, 1.0, num_classes))]
+    slot = np.arange(slots)
+    with_pad = np.arange(vocab_size) * 1_000_003 % slots  # a token and PAD are no pair
+    free = rng.permutation(np.setdiff1d(slot, with_pad))[:pairs]
+    pair_rows = np.zeros(slots, np.int32)
+    pair_rows[free] = vocab_size + np.arange(len(free))
+    rows = vocab_size + len(free)
+    return {
+        "pair_rows": pair_rows,
+        "table": table[:rows].astype(np.float32),
+        "squared_weights": squared_weights[:rows].astype(np.float32),
+        "bias": rng.normal(0.0, 1.0, num_classes).astype(np.float32),
+    }
 
 
-def expected_ngram_scores(weights, vocab_size, buckets, token_ids):
+def expected_ngram_scores(weights, token_ids):
     """Returns float64 [B, C]: what `NgramScores` must answer; each text is computed alone and without padding."""
-    table, squared_weights, bias = (np.asarray(w, np.float64) for w in weights)
-    scores = []
+    table, squared_weights, bias = (weights[k].astype(np.float64) for k in ("table", "squared_weights", "bias"))
+    pair_rows, scores = weights["pair_rows"], []
     for row in token_ids:
         tokens = [int(token) for token in row if token]
-        rows = tokens + [
-            vocab_size + (a * 1_000_003 + b) % buckets for a, b in zip(tokens[:-1], tokens[1:], strict=True)
-        ]
+        slots = [(a * 1_000_003 + b) % len(pair_rows) for a, b in zip(tokens[:-1], tokens[1:], strict=True)]
+        rows = sorted({*tokens, *pair_rows[slots].tolist()} - {0})
         total, squares = table[rows].sum(axis=0), squared_weights[rows].sum()
         scores.append(bias + (total / math.sqrt(squares) if tokens else 0.0))
     return np.stack(scores)

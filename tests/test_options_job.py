@@ -21,7 +21,7 @@ def make_whole_job(directory):
     job = make_job(
         directory,
         data={"unlabelled": str(directory / "unlabelled.csv")},
-        model={**OPTIONS["together"], "num_heads": 4, "num_layers": 1, "ngram_buckets": 256},
+        model={**OPTIONS["together"], "num_heads": 4, "num_layers": 1, "ngram_pairs": 256},
         pretraining={"epochs": 1},
         training={"recompute": True, "token_dropout": 0.1, "epochs": 2},
     )

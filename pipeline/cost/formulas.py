@@ -8,6 +8,7 @@ matrix products (4, or 2 in mixed precision).
 import math
 
 from pipeline.config import CHUNKED_ABOVE, KEY_CHUNK
+from pipeline.ngrams import slots_for
 
 _FLOAT32 = 4  # bytes
 # Of `pipeline.layers.dropout` on a CPU: a mask of up to this many values is a view of its rate's table, which has twice
@@ -19,7 +20,8 @@ NGRAMS = "n-grams"
 def parameters(model, vocab_size, num_classes):
     """Returns how many trained values a model has, by part: {name: int}, parts without any left out.
 
-    NGRAMS, fitted once training is done, are the part that no training step holds.
+    NGRAMS, fitted once training is done, are the part that no training step holds; of `model.ngram_pairs` pairs, though
+    the texts may have fewer.
 
     Args:
         model: a `pipeline.config.ModelConfig`.
@@ -40,7 +42,7 @@ def parameters(model, vocab_size, num_classes):
         "feed-forward": layers * (experts * network + size * experts + experts if experts else network),
         "normalization": (2 * layers + 1 + (model.convolution > 0)) * 2 * size,
         "head": size * num_classes + num_classes,
-        NGRAMS: (vocab_size + model.ngram_buckets) * (num_classes + 1) + num_classes if model.ngram_buckets else 0,
+        NGRAMS: _ngrams(model, vocab_size, num_classes),
     }
     return {name: count for name, count in parts.items() if count}
 
@@ -70,7 +72,7 @@ def multiply_adds(model, length, num_classes):
         "attention": attention,
         "feed-forward": layers * positions * (matrices * size * model.d_ff + size * model.num_experts),
         "head": size * num_classes,
-        **({NGRAMS: 2 * length * num_classes} if model.ngram_buckets else {}),
+        **({NGRAMS: 2 * length * num_classes} if model.ngram_pairs else {}),
     }
     return {name: count for name, count in parts.items() if count}
 
@@ -191,6 +193,13 @@ def inference_memory(model, length, num_parameters):
         weights = weights // n * _chunk(model, length)
     attention = 3 * n * size + 2 * weights
     return _FLOAT32 * (num_parameters + 2 * n * size + max(attention, 3 * n * _networks(model) * model.d_ff))
+
+
+def _ngrams(model, vocab_size, num_classes):
+    if not model.ngram_pairs:
+        return 0
+    rows = vocab_size + model.ngram_pairs
+    return slots_for(model.ngram_pairs) + rows * (num_classes + 1) + num_classes
 
 
 def _layer_elements(model, length):

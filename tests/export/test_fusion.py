@@ -122,7 +122,7 @@ def file_hashes(directory):
 
     build_model(sizes(num_layers=1))  # moves the counters of Keras's names
     files = [directory / f"{name}.onnx" for name in ("float32", "int8", "float16", "ort")]
-    onnx.save(_convert(build_model(sizes(ngram_buckets=8))), files[0])
+    onnx.save(_convert(build_model(sizes(ngram_pairs=8))), files[0])
     quantize_int8(files[0], files[1])
     convert_float16(files[0], files[2])
     convert_ort(files[0], files[3])

@@ -122,10 +122,10 @@ def test_pretraining_is_told(card, manifest, data):
 
 def test_ngrams_are_told(card, manifest, data):
     assert "pairs of" not in card
-    job = {**manifest.job, "model": {**manifest.job["model"], "ngram_buckets": 65_536}}
+    job = {**manifest.job, "model": {**manifest.job["model"], "ngram_pairs": 65_536}}
     beside = dataclasses.replace(manifest, job=job, calibration={**manifest.calibration, "ngram_weight": 2.5})
     told = render(beside, data, 1)
-    assert "times 2.500: the scores of a linear model" in told and "in 65,536 buckets." in told
+    assert "times 2.500: the scores of a linear model" in told and "65,536 of them at most." in told
     assert "Options:" not in told
 
 

@@ -129,7 +129,7 @@ def test_standard_operators_only(directory, name):
     onnx.shape_inference.infer_shapes(graph, check_type=True, strict_mode=True, data_prop=True)
     operators = {n.op_type for n in graph.graph.node}
     assert not {"Erf", "ReduceMean", "Tile", "Loop", "If", "Identity"} & operators
-    assert ("Sqrt" in operators) == ("Mod" in operators) == bool(config_of(name).ngram_buckets)
+    assert ("Sqrt" in operators) == ("Mod" in operators) == bool(config_of(name).ngram_pairs)
 
 
 @every_option

@@ -48,7 +48,7 @@ OPTIONS = [
     {"num_kv_heads": 2, "pooling": "cls"},
     {"convolution": 3, "pooling": "cls"},
 ]
-NGRAMS = {"ngram_buckets": 16}
+NGRAMS = {"ngram_pairs": 16}
 BY_FORMULA = [  # their products are in blocks and loops
     {"attention": "linear"},
     {"num_experts": 3, "activation": "swiglu"},
@@ -271,8 +271,8 @@ def test_what_one_option_cannot_do_several_do(sizes):
 
 
 def test_ngrams_cost_answers_and_no_training_step(sizes):
-    beside = sizes.changed({"model": {"ngram_buckets": 1000}})
-    values = (sizes.vocab_size + 1000) * (sizes.num_classes + 1) + sizes.num_classes
+    beside = sizes.changed({"model": {"ngram_pairs": 1000}})
+    values = (sizes.vocab_size + 1000) * (sizes.num_classes + 1) + sizes.num_classes + 8192
     assert beside.parameters == {**sizes.parameters, "n-grams": values}
     assert beside.multiply_adds(16) == sizes.multiply_adds(16) + 2 * 16 * sizes.num_classes
     assert beside.inference_memory(16) == sizes.inference_memory(16) + 4 * values

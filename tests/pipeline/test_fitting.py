@@ -13,13 +13,13 @@ from pipeline.errors import Interrupted
 from pipeline.evaluation import softmax
 from tests.jobs import make_job
 
-BUCKETS = 64
+PAIRS = 400
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """(config, run directory, encoder)."""
-    job = make_job(tmp_path_factory.mktemp("job"), model={"ngram_buckets": BUCKETS})
+    job = make_job(tmp_path_factory.mktemp("job"), model={"ngram_pairs": PAIRS})
     config = load_job(job.file)
     dataset.prepare(config, job.run_dir / "data")
     vocab_size = dataset.load_report(job.run_dir / "data")["vocab_size"]
@@ -40,7 +40,7 @@ def test_what_is_kept_is_what_was_fitted(prepared, monkeypatch):
     model = fitting.fit_to(encoder, config, run_dir, best_of(encoder))
     written, fits = path.read_bytes(), []
     fit = fitting._fit
-    monkeypatch.setattr(fitting, "_fit", lambda *args: (fits.append(1), fit(*args)))
+    monkeypatch.setattr(fitting, "_fit", lambda *args: fits.append(1) or fit(*args))
     assert values(fitting.fit_to(encoder, config, run_dir, best_of(encoder))) == values(model)
     assert fits == []
 

@@ -11,7 +11,7 @@ from pipeline.dataset import Split
 from pipeline.errors import Interrupted
 from tests.options import expected_ngram_scores, make_ngram_weights
 
-V, BUCKETS = 30, 16
+V, PAIRS = 30, 200
 
 
 def make_split(texts, labels):
@@ -29,89 +29,119 @@ def random_split(num_classes, rows=120, seed=0):
     return make_split(texts, labels)
 
 
-def layer_of(weights, num_classes):
-    from pipeline.layers import NgramScores
-
-    layer = NgramScores(V, num_classes, BUCKETS)
-    layer.build()
-    layer.set_weights(weights)
-    return layer
-
-
 def test_features_by_hand():
-    split = make_split([[3, 5, 3], [], [5]], [0, 0, 0])
-    counts = ngrams.count_features(split, np.arange(3), V, BUCKETS)
-    expected = np.zeros((3, V + BUCKETS))
-    expected[0, [3, 5]] = 2, 1
-    for a, b in ((3, 5), (5, 3)):
-        expected[0, V + (a * 1_000_003 + b) % BUCKETS] += 1
+    split = make_split([[3, 5, 3, 5], [], [5], [3, 5]], [0, 0, 0, 0])
+    rows = np.arange(4)
+    features = ngrams.Features.learn(split, rows, V, PAIRS)
+    slots = [(a * 1_000_003 + b) % 16 for a, b in ((3, 5), (5, 3))]
+    assert len(features.pair_rows) == 16  # 8 for each pair
+    known = np.unique([slot for slot in slots if slot not in {a * 1_000_003 % 16 for a in range(V)}])
+    np.testing.assert_array_equal(np.flatnonzero(features.pair_rows), known)
+
+    features = ngrams.Features(V, np.zeros(1 << 12, np.int32))
+    slots = [(a * 1_000_003 + b) % (1 << 12) for a, b in ((3, 5), (5, 3))]
+    features.pair_rows[slots] = V, V + 1
+    found = features.of(split, rows)
+    expected = np.zeros((4, V + 2))  # a set: how often a feature occurs in a text does not count
+    expected[0, [3, 5, V, V + 1]] = 1
     expected[2, 5] = 1
-    np.testing.assert_array_equal(counts.toarray(), expected)
-    weights = ngrams.feature_weights(counts)
-    most, of_5 = np.log(4 / 1) + 1, np.log(4 / 3) + 1  # of features in no text, and in two
+    expected[3, [3, 5, V]] = 1
+    np.testing.assert_array_equal(found.toarray(), expected)
+    weights = ngrams.feature_weights(found)
+    most, of_5 = np.log(5 / 1) + 1, np.log(5 / 4) + 1  # of features in no text, and in three
     assert weights[0] == 0
     assert weights[7] == 1
     assert weights[5] == pytest.approx(of_5 / most)
-    norms = np.linalg.norm(np.sqrt(expected) * weights, axis=1)
+    norms = np.linalg.norm(expected * weights, axis=1)
     np.testing.assert_allclose(
-        ngrams.normalize(counts, weights).toarray(), expected * weights / np.maximum(norms, 1e-3)[:, None], atol=1e-12
+        ngrams.normalize(found, weights).toarray(), expected * weights / np.maximum(norms, 1e-3)[:, None], atol=1e-12
     )
 
 
+def test_the_pairs_of_most_texts_are_known():
+    split = make_split([[3, 5, 9], [3, 5, 9], [3, 5], [7, 8, 7, 8, 7, 8]], [0, 0, 1, 1])
+    kept = ngrams.Features.learn(split, np.arange(4), V, 2)
+    slots = {pair: (pair[0] * 1_000_003 + pair[1]) % len(kept.pair_rows) for pair in ((3, 5), (5, 9), (7, 8), (8, 7))}
+    free = {pair for pair, slot in slots.items() if slot not in np.arange(V) * 1_000_003 % len(kept.pair_rows)}
+    assert {pair for pair in slots if kept.pair_rows[slots[pair]]} <= free & {(3, 5), (5, 9)}
+    # With so few slots a pair may have that of a token before PAD; with many all are known.
+    split = random_split(3)
+    rows = np.arange(len(split))
+    features = ngrams.Features.learn(split, rows, V, PAIRS)
+    tokens = [split.tokens[a:b].tolist() for a, b in zip(split.offsets[:-1], split.offsets[1:], strict=True)]
+    pairs = {pair for text in tokens for pair in zip(text[:-1], text[1:], strict=True)}
+    assert PAIRS >= (features.pair_rows > 0).sum() > 0.8 * min(len(pairs), PAIRS)
+    with_pad = np.arange(V) * 1_000_003 % len(features.pair_rows)
+    assert not features.pair_rows[with_pad].any()
+
+
 @pytest.mark.parametrize("num_classes", [2, 3])
-def test_the_layer_answers_as_the_machine_that_was_fitted(num_classes):
+def test_the_layer_answers_as_the_machines_that_were_fitted(num_classes):
+    from pipeline.layers import NgramScores
+
     split = random_split(num_classes)
     rows = np.arange(len(split))
     row_weights = np.linspace(0.5, 2.0, num_classes)
-    layer = layer_of(ngrams.fit(split, V, num_classes, BUCKETS, row_weights), num_classes)
-    counts = ngrams.count_features(split, rows, V, BUCKETS)
-    features = ngrams.normalize(counts, ngrams.feature_weights(counts))
-    machine = sklearn.svm.LinearSVC(C=1.0, random_state=0).fit(features, split.labels, row_weights[split.labels])
-    expected = machine.decision_function(features)
-    if num_classes == 2:
-        expected = np.stack([-expected, expected], axis=1)
-    np.testing.assert_allclose(layer(split.token_ids(rows)), expected, rtol=0, atol=1e-5)
+    layer = NgramScores.of(ngrams.fit(split, V, num_classes, PAIRS, row_weights))
+    found = ngrams.Features(V, layer.pair_rows.numpy()).of(split, rows)
+    plain = ngrams.normalize(found, ngrams.feature_weights(found)).toarray()
+    found = found.toarray()
+    expected = np.empty((len(split), num_classes))
+    for one in range(num_classes):
+        is_one = split.labels == one
+        share, other = (found[mask].sum(axis=0) + 1 for mask in (is_one, ~is_one))
+        ratios = np.log(share / share.sum()) - np.log(other / other.sum())  # of naive Bayes
+        scores = []
+        for features in (plain, plain * ratios):
+            machine = sklearn.svm.LinearSVC(C=1.0, random_state=0)
+            scores.append(machine.fit(features, is_one, row_weights[split.labels]).decision_function(features))
+        expected[:, one] = np.mean(scores, axis=0)
+    # LIBLINEAR ends near its optimum, at another point for the other side of the same question.
+    np.testing.assert_allclose(layer(split.token_ids(rows)), expected, rtol=0, atol=1e-5 if num_classes > 2 else 1e-2)
+    np.testing.assert_allclose(layer(split.token_ids(rows))[:, 1], expected[:, 1], rtol=0, atol=1e-5)
     assert (expected.argmax(axis=1) == split.labels).mean() > 0.8
 
 
 def test_the_layer_equals_numpy():
-    weights = make_ngram_weights(V, 3, BUCKETS)
-    layer = layer_of(weights, 3)
-    texts = np.array([[4, 9, 9, 4], [7, 0, 0, 0], [0, 0, 0, 0]], np.int32)
-    expected = expected_ngram_scores(weights, V, BUCKETS, texts)
+    from pipeline.layers import NgramScores
+
+    weights = make_ngram_weights(V, 3, PAIRS)
+    layer = NgramScores.of(weights)
+    texts = np.array([[4, 9, 9, 4, 9, 9, 4], [7, 0, 0, 0, 0, 0, 0], [0] * 7, [*range(20, 27)]], np.int32)
+    expected = expected_ngram_scores(weights, texts)
     np.testing.assert_allclose(layer(texts), expected, rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(layer(texts)[2], weights[2])
+    np.testing.assert_array_equal(layer(texts)[2], weights["bias"])
     np.testing.assert_allclose(layer(np.pad(texts, [(0, 0), (0, 9)])), expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(layer(texts[1:2, :1]), expected[1:2], rtol=0, atol=1e-5)
     assert layer(texts[:0]).shape == (0, 3)
     # The largest ids that there may be: products beyond 32 bits.
     a, b = 999_999, 999_998
-    split = make_split([[a, b]], [0])
-    (bucket,) = ngrams.count_features(split, np.arange(1), 1_000_000, 1 << 20).indices[-1:] - 1_000_000
-    assert bucket == (a * 1_000_003 + b) % (1 << 20)
+    features = ngrams.Features(1_000_000, np.zeros(1 << 20, np.int32))
+    features.pair_rows[(a * 1_000_003 + b) % (1 << 20)] = 1_000_000
+    assert 1_000_000 in features.of(make_split([[a, b]], [0]), np.arange(1)).indices
 
 
 def test_classes_without_rows_never_win():
     split = random_split(2)
-    table, _, bias = ngrams.fit(split, V, 4, BUCKETS, np.ones(4))
+    table, bias = (ngrams.fit(split, V, 4, PAIRS, np.ones(4))[name] for name in ("table", "bias"))
     assert not table[:, 2:].any() and (bias[2:] == -1).all()
     np.testing.assert_array_equal(table[:, 0], -table[:, 1])
     alone = make_split([[3], [4, 5]], [1, 1])
-    table, _, bias = ngrams.fit(alone, V, 3, BUCKETS, np.ones(3))
+    table, bias = (ngrams.fit(alone, V, 3, PAIRS, np.ones(3))[name] for name in ("table", "bias"))
     assert not table.any()
     np.testing.assert_array_equal(bias, [-1, 1, -1])
 
 
 def test_a_large_split_is_sampled_the_same_each_time(monkeypatch):
     split = random_split(3)
-    whole = ngrams.fit(split, V, 3, BUCKETS, np.ones(3))
+    whole = ngrams.fit(split, V, 3, PAIRS, np.ones(3))
     monkeypatch.setattr(ngrams, "MAX_TOKENS", int(split.lengths.sum()) // 2)
     rows = ngrams._sample(split)
     assert 0.4 * len(split) < len(rows) < 0.6 * len(split)
     assert split.lengths[rows].sum() <= ngrams.MAX_TOKENS
-    half, again = (ngrams.fit(split, V, 3, BUCKETS, np.ones(3)) for _ in range(2))
-    assert all(np.array_equal(a, b) for a, b in zip(half, again, strict=True))
-    assert not np.allclose(whole[0], half[0], atol=1e-3)
+    half, again = (ngrams.fit(split, V, 3, PAIRS, np.ones(3)) for _ in range(2))
+    assert all(np.array_equal(half[name], again[name]) for name in half)
+    assert not np.allclose(whole["table"][:V], half["table"][:V], atol=1e-3)
 
 
 def test_fitting_can_be_stopped_and_its_errors_arrive(monkeypatch):
@@ -121,6 +151,6 @@ def test_fitting_can_be_stopped_and_its_errors_arrive(monkeypatch):
     fit = sklearn.svm.LinearSVC.fit
     monkeypatch.setattr(sklearn.svm.LinearSVC, "fit", lambda *args: (time.sleep(0.3), fit(*args)))
     with pytest.raises(Interrupted):
-        ngrams.fit(random_split(2), V, 2, BUCKETS, np.ones(2), stop)
+        ngrams.fit(random_split(2), V, 2, PAIRS, np.ones(2), stop)
     with pytest.raises(ValueError, match="NaN"):
-        ngrams.fit(random_split(2), V, 2, BUCKETS, np.full(2, np.nan))
+        ngrams.fit(random_split(2), V, 2, PAIRS, np.full(2, np.nan))

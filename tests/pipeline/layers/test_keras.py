@@ -124,7 +124,7 @@ CASES = {
     ),
     "dropout": (lambda **k: Dropout(0.1, seed=5, **k), [((None, SIZE), "float32")]),
     "pooling": (lambda **k: MaskedMeanPooling(**k), [((None, SIZE), "float32"), ((None,), "bool")]),
-    "ngrams": (lambda **k: NgramScores(20, 3, 8, **k), [((None,), "int32")]),
+    "ngrams": (lambda **k: NgramScores(20, 3, 8, 4, **k), [((None,), "int32")]),
     "classifier": (
         lambda **k: EncoderClassifier(20, 3, SIZE, 2, 12, 2, 0.1, 0.2, LENGTH, seed=5, **k),
         [((None,), "int32")],
