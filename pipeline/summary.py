@@ -49,13 +49,11 @@ def describe_gate(gate):
 
 def describe_baseline(baseline):
     """Returns the figures of `pipeline.baseline.compare` and how ours differ from them."""
-    p_value = f"McNemar p = {baseline['mcnemar']['p_value']:.2g}"
-    doubt = "" if baseline["significant"] else ", not significant"
     rows, fitted = baseline["train_rows"], baseline["fitted_rows"]
     sample = f" fitted on {fitted} of {rows} rows" if fitted < rows else ""
     return (
-        f"TF-IDF of {baseline['features']} + linear SVM{sample}: accuracy {baseline['accuracy']:.4f}, "
-        f"macro-F1 {baseline['macro_f1']:.4f}; ours {baseline['difference']:+.4f} ({p_value}{doubt})"
+        f"TF-IDF of {baseline['features']} + linear SVM{sample}: accuracy {baseline['accuracy']:.4f}, macro-F1 "
+        f"{baseline['macro_f1']:.4f}; ours {baseline['difference']:+.4f} (McNemar {_describe_p_value(baseline)})"
     )
 
 
@@ -64,11 +62,16 @@ def describe_shortfall(baseline):
     if baseline["better"]:
         return ""
     how = "worse than" if baseline["difference"] < 0 else "no better than"
-    accuracy, p_value = baseline["accuracy"], baseline["mcnemar"]["p_value"]
+    accuracy = baseline["accuracy"]
     return (
         f"the encoder is {how} TF-IDF of {baseline['features']} and a linear SVM on the test rows: accuracy "
-        f"{accuracy + baseline['difference']:.4f} against {accuracy:.4f}, p = {p_value:.2g}; see training.recipe"
+        f"{accuracy + baseline['difference']:.4f} against {accuracy:.4f} ({_describe_p_value(baseline)}); see "
+        "training.recipe"
     )
+
+
+def _describe_p_value(baseline):
+    return f"p = {baseline['mcnemar']['p_value']:.2g}{'' if baseline['significant'] else ', not significant'}"
 
 
 def _describe_forced(forced):
