@@ -13,8 +13,8 @@ import numpy as np
 
 from pipeline import dataset
 
-# Fitting takes time in proportion to both; at these limits a minute on one core. 30 million characters are 22,500 film
-# reviews of 1,300, or 300,000 of 100. Each class is a problem of its own, solved on all texts.
+# Fitting takes time in proportion to both; at these limits half a minute to a minute on one core. 30 million characters
+# are 22,500 film reviews of 1,300, or 300,000 texts of 100. Each class is a problem of its own, solved on all texts.
 MAX_CHARACTERS = 30_000_000
 MAX_CHARACTERS_TIMES_CLASSES = 150_000_000
 
