@@ -87,6 +87,7 @@ def build_candidate(job, run_dir, model, version, export_key, report, note):
             label_counts=dataset.load_report(data_dir)["splits"]["train"]["labels"],
             graphs=graphs,
             calibration=report["calibration"],
+            baseline=report.get("baseline", {}),
         )
         manifest.write(directory)
         note("reloading every artifact in fresh processes and comparing it with the trained model")

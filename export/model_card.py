@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config import ModelConfig
 from pipeline.contract import ONNX_DIR, ONNX_FILES, ONNX_TEXT, SAVED_MODEL, TOKENIZER_MODEL
-from pipeline.summary import describe_parity
+from pipeline.summary import describe_baseline, describe_parity
 
 MODEL_CARD = "README.md"
 
@@ -153,13 +153,43 @@ def _results(manifest, data):
         f"Accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f} nats,",
         f"calibration error {test['calibration_error']:.4f}, {calibration['test']['before']:.4f} before the logits",
         f"were divided by {calibration['temperature']:.3f}, as fitted on validation.",
+        *_baseline(manifest.baseline),
         "",
         f"By class, {note}:",
         "",
         "| label | precision | recall | F1 | test rows | training rows |",
         "|---|--:|--:|--:|--:|--:|",
         *(_class_row(label, per_class[label], trained[label]) for label in shown),
+        *_thresholds(test),
     ]
+
+
+def _baseline(baseline):
+    return ["", f"Baseline: {describe_baseline(baseline)}."] if baseline else []
+
+
+def _thresholds(test):
+    """What leaving unsure answers out would cost and gain; nothing for figures measured before there was this table."""
+    if "thresholds" not in test:
+        return []
+    auroc = test["confidence_auroc"]
+    how_well = "not defined, as all are right or all wrong" if auroc is None else f"{auroc:.3f}"
+    return [
+        "",
+        "If only labels whose probability is at least a threshold are taken for an answer:",
+        "",
+        "| threshold | answered | accuracy of these |",
+        "|--:|--:|--:|",
+        *map(_threshold_row, test["thresholds"]),
+        "",
+        f"AUROC of the probability for telling right answers from wrong ones (0.5: not at all): {how_well}. Choose a",
+        "threshold on other rows than these: `evaluation/report.json` of the run has the table of the validation rows.",
+    ]
+
+
+def _threshold_row(row):
+    accuracy = "" if row["accuracy"] is None else f"{row['accuracy']:.4f}"
+    return f"| {row['threshold']:.2f} | {row['coverage']:.1%} | {accuracy} |"
 
 
 def _class_row(label, figures, training_rows):
@@ -173,7 +203,8 @@ def _limits(manifest, data):
     lines = [
         "## Limits",
         "",
-        "- Every text gets one of the labels above, also one that fits none of them. Look at the probability.",
+        "- Every text gets one of the labels above, also one that fits none of them. Look at the probability:",
+        "  the table of thresholds shows what that gains. It does not find all that are out of place.",
         f"- Only the first {manifest.max_length} tokens of a text count; {cut:.1%} of the test texts were cut.",
         "- What the tokenizer never saw in training it spells in bytes or as an unknown token: expect less there.",
     ]

@@ -269,6 +269,11 @@ class JobConfig(_Section):
                 f"attention={model.attention!r}, num_kv_heads={model.num_kv_heads}, position={model.position!r}, "
                 f"max_length={model.max_length}"
             )
+        if self.evaluation.beat_baseline and not self.baseline.enabled:
+            raise ValueError(
+                "evaluation.beat_baseline needs a baseline to compare with: set baseline.enabled = true, or "
+                f"beat_baseline = false. Received: beat_baseline=True, enabled={self.baseline.enabled}"
+            )
         return self
 
     @pydantic.field_validator("name")

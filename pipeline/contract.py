@@ -75,7 +75,7 @@ class Manifest:
         max_length: longest text in tokens; longer texts are cut at the end.
         pad_id: the id that fills rows up to a common length.
         files: relative path -> {"sha256": hex, "size": bytes}, every file but the manifest.
-        metrics: the test figures of `evaluation/report.json`.
+        metrics: the test figures of `evaluation/report.json`; some are null where they are not defined.
         parity: per artifact, the largest differences from the trained model that were seen.
         warnings: what a reader must know, e.g. an artifact left out and why.
         job: the resolved job, as in `job.json`; of an absolute path only its last part.
@@ -91,6 +91,7 @@ class Manifest:
         forced: empty, or who published against the gate: {"by", "at", "reasons"}.
         republished: empty, or for a copy that a rollback made: {"from", "by", "at"}, `from` being the first version
             with these weights.
+        baseline: empty, or how the linear baseline did on the same test rows; see `pipeline.baseline.compare`.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Manifest:
     calibration: dict = dataclasses.field(default_factory=dict)
     forced: dict = dataclasses.field(default_factory=dict)
     republished: dict = dataclasses.field(default_factory=dict)
+    baseline: dict = dataclasses.field(default_factory=dict)
 
     def write(self, version_dir):
         """Writes `manifest.json` into `version_dir`."""

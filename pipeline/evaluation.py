@@ -3,6 +3,7 @@
 import numpy as np
 
 _CALIBRATION_BINS = 15
+_THRESHOLDS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 def softmax(logits):
@@ -46,7 +47,8 @@ def metrics(probabilities, gold, labels):
     Returns:
         rows, accuracy, macro_f1 (the mean over the classes that have rows, so that models with other classes beside
         them are measured alike), loss (mean negative log-likelihood, nats), calibration_error, per_class (label ->
-        precision, recall, f1, support) and confusion_matrix (rows: right label, columns: predicted label).
+        precision, recall, f1, support), confusion_matrix (rows: right label, columns: predicted label),
+        confidence_auroc (as from `confidence_auroc`) and thresholds (as from `threshold_table`).
     """
     import sklearn.metrics  # takes a second, which a process that verifies an artifact need not wait
 
@@ -57,9 +59,10 @@ def metrics(probabilities, gold, labels):
         gold, predicted, labels=indices, zero_division=0.0
     )
     right = probabilities[np.arange(len(gold)), gold]
+    confidence, correct = probabilities.max(axis=1), predicted == gold
     return {
         "rows": len(gold),
-        "accuracy": float((predicted == gold).mean()),
+        "accuracy": float(correct.mean()),
         "macro_f1": float(f1[support > 0].mean()),
         "loss": float(-np.log(np.maximum(right, np.finfo(np.float32).tiny)).mean()),
         "calibration_error": calibration_error(probabilities, gold),
@@ -73,7 +76,47 @@ def metrics(probabilities, gold, labels):
             for i, label in enumerate(labels)
         },
         "confusion_matrix": sklearn.metrics.confusion_matrix(gold, predicted, labels=indices).tolist(),
+        "confidence_auroc": confidence_auroc(confidence, correct),
+        "thresholds": threshold_table(confidence, correct),
     }
+
+
+def confidence_auroc(confidence, correct):
+    """Returns how well the confidence tells right answers from wrong ones (Hendrycks & Gimpel 2017, section 2).
+
+    Args:
+        confidence: float [N], the probability of the answer.
+        correct: bool [N].
+
+    Returns:
+        The area under the ROC curve: how often a right answer has a higher confidence than a wrong one, ties counting
+        half; 0.5 says that it does not tell. None when all answers are right, or all wrong.
+    """
+    import sklearn.metrics
+
+    if correct.all() or not correct.any():
+        return None
+    return float(sklearn.metrics.roc_auc_score(correct, confidence))
+
+
+def threshold_table(confidence, correct, thresholds=_THRESHOLDS):
+    """Returns what it costs and gains to leave unanswered what the model is not sure of.
+
+    Args:
+        confidence: float [N], the probability of the answer.
+        correct: bool [N].
+        thresholds: an answer is given where the confidence is at least this.
+
+    Returns:
+        A list of {"threshold", "coverage" (share of the rows that are answered), "accuracy" (of these; None when there
+        are none)}, in the order of the thresholds.
+    """
+    rows = []
+    for threshold in thresholds:
+        answered = confidence >= threshold
+        accuracy = float(correct[answered].mean()) if answered.any() else None
+        rows.append({"threshold": threshold, "coverage": float(answered.mean()), "accuracy": accuracy})
+    return rows
 
 
 def calibration_error(probabilities, gold, bins=_CALIBRATION_BINS):

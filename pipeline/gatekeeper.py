@@ -81,7 +81,8 @@ class Gatekeeper:
         labels, data_key = report["labels"], report["data_fingerprint"]
         live = measure_live(self.config.model_dir, *self._test_rows(), labels, data_key, report.get("live"))
         report = {**report, "live": live}
-        gate = check_gate(self.config, labels, _label_counts(self.data_dir), figures, artifact, live)
+        counts, baseline = _label_counts(self.data_dir), report.get("baseline")
+        gate = check_gate(self.config, labels, counts, figures, artifact, live, baseline)
         if not gate["passed"]:
             if not self.force:
                 raise self._refusal(report, gate)

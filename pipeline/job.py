@@ -139,12 +139,18 @@ class Job:
         report = self._evaluation_report()
         if report is None:
             report = self._measure()
+        if self.config.baseline.enabled and "baseline" not in report:
+            report = self._compare_with_baseline(report)
         gate, test = self.gatekeeper.ask_about_model(report), report["test"]
         errors = " -> ".join(f"{report['calibration']['test'][when]:.4f}" for when in ("before", "after"))
         self.console.note(
             f"test: accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}, "
             f"calibration error {errors}; gate {summary.describe_gate(gate)}"
         )
+        if baseline := report.get("baseline"):
+            self.console.note(f"baseline: {summary.describe_baseline(baseline)}")
+            if shortfall := summary.describe_shortfall(baseline):
+                self.console.warn(shortfall)
 
     def export(self):
         """Builds and verifies the candidate version."""
@@ -383,6 +389,21 @@ class Job:
             right = [float((scores.argmax(axis=1) == split.labels).mean()) for scores in parts]
             report["parts"] = dict(zip(("encoder", "ngrams"), right, strict=True))
         (self.run_dir / EVALUATION).parent.mkdir(exist_ok=True)
+        write_json(self.run_dir / EVALUATION, report)
+        return report
+
+    def _compare_with_baseline(self, report):
+        self._start_tensorflow()
+        from pipeline import baseline, evaluation
+        from pipeline.batches import sequential_plan
+        from pipeline.classifier import compile_predict
+        from pipeline.training import load_best
+
+        predict = compile_predict(load_best(self.config, self.run_dir, self.train_key))
+        split = dataset.Split.load(self.data_dir, "test")
+        plan = sequential_plan(split.lengths, self.config.training.batch_tokens)
+        predicted = evaluation.predict_logits(predict, split, plan, self.stop).argmax(axis=1)
+        report = {**report, "baseline": baseline.compare(self.data_dir, predicted, self.stop)}
         write_json(self.run_dir / EVALUATION, report)
         return report
 

@@ -16,9 +16,10 @@ def lines(version_dir, data_report, evaluation_report):
     there = {name: figures for name, figures in manifest.parity.items() if "/" not in name or name in manifest.files}
     parity = "; ".join(f"{name} {describe_parity(figures)}" for name, figures in there.items())
     rows = {
-        "data": data_report and f"{describe_rows(data_report)}; {len(manifest.labels)} classes; "
-        f"vocabulary {data_report['vocab_size']}",
+        "data": data_report
+        and f"{describe_rows(data_report)}; {len(manifest.labels)} classes; vocabulary {data_report['vocab_size']}",
         "test": f"accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}",
+        "baseline": manifest.baseline and describe_baseline(manifest.baseline),
         "gate": _describe_forced(manifest.forced) or evaluation_report and describe_gate(evaluation_report["gate"]),
         "artifacts": ", ".join(_artifacts(manifest)),
         "parity": parity,
@@ -40,8 +41,37 @@ def describe_gate(gate):
     limit = [f"min_value {gate['min_value']}"] if gate["min_value"] else []
     live = [f"live version {gate['live']['version']} has {gate['live']['value']:.4f}"] if gate["live"] else []
     value = f"{gate['metric']} {gate['value']:.4f}"
-    notes = gate.get("notes", [])  # reports of earlier runs lack them
-    return f"passed ({'; '.join([value, *limit, *live, *notes])})"
+    # Reports of earlier runs lack these.
+    baseline = [f"the baseline has {gate['baseline']:.4f}"] if gate.get("baseline") is not None else []
+    notes = gate.get("notes", [])
+    return f"passed ({'; '.join([value, *limit, *live, *baseline, *notes])})"
+
+
+def describe_baseline(baseline):
+    """Returns the figures of `pipeline.baseline.compare` and how ours differ from them."""
+    rows, fitted = baseline["train_rows"], baseline["fitted_rows"]
+    sample = f" fitted on {fitted} of {rows} rows" if fitted < rows else ""
+    return (
+        f"TF-IDF of {baseline['features']} + linear SVM{sample}: accuracy {baseline['accuracy']:.4f}, macro-F1 "
+        f"{baseline['macro_f1']:.4f}; ours {baseline['difference']:+.4f} (McNemar {_describe_p_value(baseline)})"
+    )
+
+
+def describe_shortfall(baseline):
+    """Returns the warning about an encoder that is not better than the baseline, "" for one that is."""
+    if baseline["better"]:
+        return ""
+    how = "worse than" if baseline["difference"] < 0 else "no better than"
+    accuracy = baseline["accuracy"]
+    return (
+        f"the encoder is {how} TF-IDF of {baseline['features']} and a linear SVM on the test rows: accuracy "
+        f"{accuracy + baseline['difference']:.4f} against {accuracy:.4f} ({_describe_p_value(baseline)}); see "
+        "training.recipe"
+    )
+
+
+def _describe_p_value(baseline):
+    return f"p = {baseline['mcnemar']['p_value']:.2g}{'' if baseline['significant'] else ', not significant'}"
 
 
 def _describe_forced(forced):

@@ -114,7 +114,14 @@ def _answer(classifier, chunks, out):
     """Writes one JSON line per text, and flushes after every chunk."""
     for texts in chunks:
         for text, prediction in zip(texts, classifier.predict(texts), strict=True):
-            line = _to_json({"text": text, "label": prediction.label, "probabilities": prediction.probabilities})
+            line = _to_json(
+                {
+                    "text": text,
+                    "label": prediction.label,
+                    "confidence": prediction.confidence,
+                    "probabilities": prediction.probabilities,
+                }
+            )
             # A lone surrogate has no UTF-8 form; backslashreplace writes JSON's own escape for it.
             out.write(line.encode("utf-8", "backslashreplace") + b"\n")
         out.flush()
@@ -229,7 +236,8 @@ def _parser():
     example = """\
   python -m serving predict --model models/reviews/1 'A wonderful film.'
   cat reviews.txt | python -m serving predict --model models/reviews/1"""
-    predict = add("predict", _predict, "print one line of JSON per text: text, label, probabilities", example)
+    summary = "print one line of JSON per text: text, label, confidence, probabilities"
+    predict = add("predict", _predict, summary, example)
     predict.add_argument("text", nargs="*", metavar="TEXT", help="default: the lines of standard input")
 
     example = "  python -m serving batch --model models/reviews/1 --input reviews.csv --output labels.jsonl"

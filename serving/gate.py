@@ -15,7 +15,7 @@ from serving.onnx_classifier import OnnxClassifier
 _ROUNDING = 1e-6  # in another runtime the same weights have another loss, and 0.8 - 0.7 is above 0.1
 
 
-def check_gate(job, labels, counts, metrics, artifact, live):
+def check_gate(job, labels, counts, metrics, artifact, live, baseline=None):
     """Decides whether a model may be published.
 
     Args:
@@ -25,9 +25,11 @@ def check_gate(job, labels, counts, metrics, artifact, live):
         metrics: the model's figures on the test rows, from `pipeline.evaluation.metrics`.
         artifact: what they were measured on, e.g. "onnx/model.onnx".
         live: the live version's figures on the same rows, from `measure_live`.
+        baseline: the baseline's figures on the same rows, from `pipeline.baseline.compare`; None when there are none.
 
     Returns:
-        What `serving.data_gate.answer` returns.
+        What `serving.data_gate.answer` returns, and "baseline": None, or what the baseline has where
+        `evaluation.beat_baseline` compares with it.
     """
     config = job.evaluation
     name, value = config.metric, metrics[config.metric]
@@ -48,10 +50,25 @@ def check_gate(job, labels, counts, metrics, artifact, live):
             f"the same rows by more than evaluation.max_regression {config.max_regression}: train a better model, or "
             "raise that key"
         )
+    compared_baseline = None
+    if config.beat_baseline and baseline is None:
+        reasons.append(
+            "evaluation.beat_baseline is set, but no baseline was fitted: run `python -m pipeline evaluate JOB.toml`"
+        )
+    elif config.beat_baseline:
+        figure = "accuracy" if name == "loss" else name  # a support vector machine has no probabilities
+        compared_baseline = baseline[figure]
+        if not metrics[figure] > compared_baseline:
+            reasons.append(
+                f"test {figure} {metrics[figure]:.4f} is not above {compared_baseline:.4f} of the baseline (TF-IDF of "
+                f"{baseline['features']} and a linear SVM), which evaluation.beat_baseline asks for: train a better "
+                "model, or change that key"
+            )
     if not math.isfinite(value):
         reasons.append(f"test {name} is not a finite number: the model's answers cannot be used")
     compared = live and {"version": live["version"], "value": live["metrics"][name] if "metrics" in live else None}
-    return answer(config, list(dict.fromkeys(reasons)), notes, value, artifact, compared)
+    gate = answer(config, list(dict.fromkeys(reasons)), notes, value, artifact, compared)
+    return {**gate, "baseline": compared_baseline}
 
 
 def _holds(name, value, bound, allowed):

@@ -28,6 +28,11 @@ class Prediction:
     label: str
     probabilities: dict[str, float]
 
+    @property
+    def confidence(self):
+        """The probability of `label`: below a threshold of your choice, take the text for one of another kind."""
+        return self.probabilities[self.label]
+
 
 class OnnxClassifier:
     """A loaded classifier. Threads may share one object.

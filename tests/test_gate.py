@@ -74,7 +74,8 @@ def test_labels_and_data_from_version_to_version(published, forks, tmp_path):
     assert (done.code, "nothing to do" in done.stderr) == (0, True), done.stderr
     assert snapshot(job.model_dir) == live
     shown = [line.split()[0] for line in done.stdout.splitlines()]
-    assert shown == ["test", "artifacts", "parity", "published"]  # no data and gate: those here are of the refused week
+    # No data and gate: those here are of the refused week.
+    assert shown == ["test", "baseline", "artifacts", "parity", "published"]
 
     write_csv(job.data_file, second)
     done = forks.run(job, None, "--set", "data.allow_new_labels=true", command="run")

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config import load_job
 from pipeline.contract import MANIFEST, Manifest, list_files, sha256_file
+from pipeline.summary import describe_baseline
 from pipeline.text import Tokenizer
 from tests.jobs import (
     LABELS,
@@ -149,10 +150,19 @@ def test_run_directory_is_complete(published):
     assert len(list((run_dir / "checkpoints").iterdir())) == 3
     report = published.report
     assert report["gate"]["passed"] is True
-    assert set(report["test"]) >= {
-        "accuracy", "macro_f1", "per_class", "confusion_matrix", "loss", "calibration_error",
-    }  # fmt: skip
+    for split in ("validation", "test"):
+        assert set(report[split]) >= {
+            "accuracy", "macro_f1", "per_class", "confusion_matrix", "loss", "calibration_error", "confidence_auroc",
+            "thresholds",
+        }  # fmt: skip
     assert sum(map(sum, report["test"]["confusion_matrix"])) == report["test"]["rows"]
+    baseline, data = report["baseline"], json.loads((run_dir / "data" / "report.json").read_text())
+    assert baseline["features"] == "word 1-2-grams" and baseline["accuracy"] > 0.9  # a word tells the label
+    assert baseline["fitted_rows"] == baseline["train_rows"] == data["splits"]["train"]["rows"]
+    # Of the same rows: what each had right alone makes the difference.
+    alone = baseline["mcnemar"]["only_ours_right"] - baseline["mcnemar"]["only_baseline_right"]
+    assert baseline["difference"] == pytest.approx(report["test"]["accuracy"] - baseline["accuracy"], abs=1e-12)
+    assert alone == pytest.approx(baseline["difference"] * report["test"]["rows"], abs=1e-6)
 
 
 def test_manifest_describes_every_file(published):
@@ -170,6 +180,7 @@ def test_manifest_describes_every_file(published):
     assert (manifest.name, manifest.version, manifest.labels) == ("tiny", 1, LABELS)
     assert (manifest.max_length, manifest.pad_id) == (16, 0)
     assert manifest.metrics == published.report["test"]
+    assert manifest.baseline == published.report["baseline"]
     assert {"saved_model", "onnx/model.onnx", "onnx/model.text.onnx"} <= set(manifest.parity)
     assert manifest.job == load_job(published.file).portable()
     assert {"tensorflow", "keras", "tf2onnx", "onnx", "sentencepiece"} <= set(manifest.packages)
@@ -177,9 +188,13 @@ def test_manifest_describes_every_file(published):
 
 def test_summary_names_what_was_made(published, resumed):
     lines = dict(line.split(maxsplit=1) for line in resumed[3].stdout.splitlines())
-    assert set(lines) == {"data", "test", "gate", "artifacts", "parity", "published"}
+    assert set(lines) == {"data", "test", "baseline", "gate", "artifacts", "parity", "published"}
     assert lines["published"].endswith("models/tiny/1")
     assert f"accuracy {published.report['test']['accuracy']:.4f}" in lines["test"]
+    baseline = describe_baseline(published.report["baseline"])
+    assert lines["baseline"].strip() == baseline
+    assert f"\nbaseline: {baseline}\n" in resumed[3].stderr
+    assert ("\nwarning: the encoder is " in resumed[3].stderr) is not published.report["baseline"]["better"]
 
 
 def test_second_run_does_nothing_and_needs_no_tensorflow(published):
@@ -195,7 +210,7 @@ def test_second_run_does_nothing_and_needs_no_tensorflow(published):
 def test_settings_that_do_not_shape_the_weights_make_no_new_run(published):
     before = contents(published.model_dir)
     settings = ["training.keep_checkpoints=7", "publish.keep_versions=9"]
-    settings += ["data.allow_new_labels=true", "evaluation.max_label_shift=0.5"]
+    settings += ["data.allow_new_labels=true", "evaluation.max_label_shift=0.5", "baseline.enabled=false"]
     done = published.run(*(option for setting in settings for option in ("--set", setting)))
     assert done.code == 0, done.stderr
     assert "nothing to do" in done.stderr
@@ -285,9 +300,24 @@ def test_value_below_the_minimum_is_refused_and_not_trained_again(published, for
         assert "evaluation.min_value" in gate["reasons"][0]
         assert gate["value"] == job.report["test"]["accuracy"] < 0.999
     assert (contents(job.run_dir / "checkpoints"), (job.run_dir / "metrics.jsonl").read_bytes()) == before
-    # A lower minimum needs no training either.
-    done = forks.run(job, None, "--set", "evaluation.min_value=0.5", command="evaluate")
+    # A lower minimum needs no training either, nor does a baseline that a report has not got.
+    report = job.report
+    baseline = report.pop("baseline")
+    (job.run_dir / "evaluation" / "report.json").write_text(json.dumps(report))
+    minimum = ("--set", "evaluation.min_value=0.5")
+    done = job.run(*minimum, "--set", "baseline.enabled=false", command="evaluate")
+    assert (done.code, "baseline" in done.stderr, "baseline" in job.report) == (0, False, False), done.stderr
+    done = forks.run(job, None, *minimum, command="evaluate")
     assert done.code == 0, done.stderr
+    assert job.report["baseline"] == baseline
+
+    # It may be what refuses; here one that nobody beats.
+    report["baseline"] = {**baseline, "accuracy": 1.0}
+    (job.run_dir / "evaluation" / "report.json").write_text(json.dumps(report))
+    done = job.run(*minimum, "--set", "evaluation.beat_baseline=true", command="evaluate")
+    assert done.code == 4, done.stderr
+    assert f"accuracy {report['test']['accuracy']:.4f} is not above 1.0000 of the baseline" in done.last_line
+    assert "evaluation.beat_baseline" in job.report["gate"]["reasons"][0]
 
 
 def test_worse_model_is_refused_and_let_pass_by_max_regression(published, forks, tmp_path):

@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 from export.model_card import MODEL_CARD, escape, render
 from pipeline.contract import Manifest
 from pipeline.dataset import load_report
+from pipeline.summary import describe_baseline
 from tests.jobs import environment, published_job
 
 pytestmark = pytest.mark.slow
@@ -89,9 +90,11 @@ def test_figures(card, manifest, data):
         "20% for validation and 20% for test set aside by a hash of the text",
         f"`{manifest.data_fingerprint}`",
         f"first {manifest.max_length} tokens",
+        f"Baseline: {describe_baseline(manifest.baseline)}.",
+        f"wrong ones (0.5: not at all): {test['confidence_auroc']:.3f}.",
     ):
         assert figure in card
-    split_table, class_table, file_table = _tables(card)
+    split_table, class_table, threshold_table, file_table = _tables(card)
     assert split_table[1:] == [
         [
             name, str(s["rows"]), str(s["length"]["p50"]), str(s["length"]["p95"]), f"{s['truncated_share']:.1%}",
@@ -104,11 +107,24 @@ def test_figures(card, manifest, data):
         for (label, f), trained in zip(test["per_class"].items(), splits["train"]["labels"].values(), strict=True)
     ]
     assert class_table[1:] == sorted(expected, key=lambda row: float(row[3]))
+    assert [row[0] for row in threshold_table[1:]] == ["0.00", "0.50", "0.60", "0.70", "0.80", "0.90", "0.95", "0.99"]
+    assert threshold_table[1] == ["0.00", "100.0%", f"{test['accuracy']:.4f}"]
     named = {row[0]: row for row in file_table[1:]}
     assert set(named) == {f for f in manifest.files if f.startswith("onnx/")} | {"saved_model.pb", "tokenizer.model"}
     for file, row in named.items():
         assert row[1] == f"{manifest.files[file]['size'] / 1e6:.1f}"
     assert f"within {manifest.parity['saved_model']['max_abs_difference']:.1e} in" in named["saved_model.pb"][3]
+
+
+def test_figures_that_are_not_there_or_not_defined(manifest, data):
+    without = {k: v for k, v in manifest.metrics.items() if k not in ("thresholds", "confidence_auroc")}
+    card = render(dataclasses.replace(manifest, metrics=without, baseline={}), data, 1)
+    assert "Baseline" not in card and len(_tables(card)) == 3
+    unsure = [{"threshold": 0.99, "coverage": 0.0, "accuracy": None}]
+    metrics = {**manifest.metrics, "thresholds": unsure, "confidence_auroc": None}
+    card = render(dataclasses.replace(manifest, metrics=metrics), data, 1)
+    assert _tables(card)[2][1:] == [["0.99", "0.0%", ""]]
+    assert "not defined, as all are right or all wrong." in card
 
 
 def test_pretraining_is_told(card, manifest, data):

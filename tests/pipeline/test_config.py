@@ -72,10 +72,13 @@ load_balancing = 0.01
 epochs = 0
 learning_rate = 5e-4
 masked_share = 0.15
+[baseline]
+enabled = true
 [evaluation]
 metric = "accuracy"
 min_value = 0.0
 max_regression = 0.0
+beat_baseline = false
 max_label_shift = 0.2
 [export]
 opset = 20
@@ -115,6 +118,12 @@ def refuse(load):
 
 def test_defaults_are_the_contracts(load):
     assert load().resolved() == tomllib.loads(DEFAULTS)
+
+
+def test_a_baseline_that_is_to_be_beaten_is_fitted(load, refuse):
+    assert load(overrides=["evaluation.beat_baseline=true"]).evaluation.beat_baseline
+    overrides = ["evaluation.beat_baseline=true", "baseline.enabled=false"]
+    assert "set baseline.enabled = true, or beat_baseline = false. Received: " in refuse(overrides=overrides)
 
 
 def test_a_job_with_every_default_written_out_is_the_same_job(load):

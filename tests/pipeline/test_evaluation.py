@@ -36,7 +36,27 @@ def test_metrics_by_hand():
     assert found["confusion_matrix"] == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
     # -ln of 0.8, 0.5, 0.2, 0.8, 0.3 and 1, of which the product is 0.0192.
     assert found["loss"] == pytest.approx(-math.log(0.0192) / 6, rel=1e-9)
+    # Right: 0.8, 0.5, 0.8, 1; wrong: 0.7, 0.6. Of the 8 pairs the right one is higher in 6.
+    assert found["confidence_auroc"] == pytest.approx(6 / 8, **CLOSE)
+    expected = [(0.0, 1, 4 / 6), (0.5, 1, 4 / 6), (0.6, 5 / 6, 3 / 5), (0.7, 4 / 6, 3 / 4), (0.8, 3 / 6, 1.0)]
+    expected += [(threshold, 1 / 6, 1.0) for threshold in (0.9, 0.95, 0.99)]
+    assert [list(row) for row in found["thresholds"]] == [["threshold", "coverage", "accuracy"]] * 8
+    assert [tuple(row.values()) for row in found["thresholds"]] == [pytest.approx(row, **CLOSE) for row in expected]
     assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(("gold", "accuracy"), [([0, 1], 1.0), ([1, 0], 0.0)])
+def test_confidence_where_all_are_right_or_all_wrong_and_none_is_sure(gold, accuracy):
+    found = evaluation.metrics(np.array([[0.6, 0.4], [0.4, 0.6]]), np.array(gold), ["a", "b"])
+    assert found["confidence_auroc"] is None
+    assert found["thresholds"][2] == {"threshold": 0.6, "coverage": 1.0, "accuracy": accuracy}
+    assert found["thresholds"][3] == {"threshold": 0.7, "coverage": 0.0, "accuracy": None}
+
+
+def test_confidence_that_tells_nothing_and_a_tie():
+    correct = np.array([True, False, True, False])
+    assert evaluation.confidence_auroc(np.full(4, 0.7), correct) == 0.5
+    assert evaluation.confidence_auroc(np.array([0.9, 0.9, 0.8, 0.2]), correct) == (0.5 + 1 + 0 + 1) / 4
 
 
 def test_a_class_without_rows_and_a_class_never_predicted():

@@ -92,6 +92,40 @@ def test_rounding_refuses_nothing(tmp_path, gold, value, passed):
     assert gate["passed"] is passed
 
 
+@pytest.mark.parametrize(
+    ("metric", "figures", "baseline", "passed"),
+    [
+        ("accuracy", {"accuracy": 0.8, "macro_f1": 0.1}, (0.7, 0.9), True),
+        ("accuracy", {"accuracy": 0.8, "macro_f1": 1.0}, (0.8, 0.1), False),  # as good is not better
+        ("macro_f1", {"accuracy": 0.1, "macro_f1": 0.8}, (0.9, 0.7), True),
+        ("macro_f1", {"accuracy": 1.0, "macro_f1": 0.6}, (0.1, 0.7), False),
+        ("loss", {"accuracy": 0.8, "loss": 0.3}, (0.7, 0.9), True),
+        ("loss", {"accuracy": 0.6, "loss": 0.3}, (0.7, 0.1), False),
+        ("accuracy", {"accuracy": float("nan")}, (0.0, 0.0), False),
+    ],
+)
+def test_it_can_be_asked_to_beat_the_baseline(tmp_path, metric, figures, baseline, passed):
+    job = _job(tmp_path / "tiny", metric=metric, beat_baseline=True)
+    baseline = {"features": "word 1-2-grams", "accuracy": baseline[0], "macro_f1": baseline[1]}
+    gate = check_gate(job, LABELS, COUNTS, figures, "onnx/model.onnx", None, baseline)
+    figure = "macro_f1" if metric == "macro_f1" else "accuracy"
+    assert (gate["passed"], gate["baseline"]) == (passed, baseline[figure])
+    assert passed or gate["reasons"][0] == (
+        f"test {figure} {figures[figure]:.4f} is not above {baseline[figure]:.4f} of the baseline (TF-IDF of word "
+        "1-2-grams and a linear SVM), which evaluation.beat_baseline asks for: train a better model, or change that key"
+    )
+    # Nobody asked for it.
+    figures = {**figures, metric: 0.5}
+    gate = check_gate(_job(tmp_path / "tiny", metric=metric), LABELS, COUNTS, figures, "", None, baseline)
+    assert (gate["passed"], gate["baseline"]) == (True, None)
+
+
+def test_a_baseline_that_is_to_be_beaten_must_be_there(tmp_path):
+    gate = check_gate(_job(tmp_path / "tiny", beat_baseline=True), LABELS, COUNTS, {"accuracy": 1.0}, "", None)
+    assert not gate["passed"]
+    assert "no baseline was fitted: run `python -m pipeline evaluate JOB.toml`" in gate["reasons"][0]
+
+
 def test_figures_that_are_no_numbers_never_pass(tmp_path, gold):
     for config in ({}, {"min_value": 5.0}):
         gate = _gate(tmp_path / "tiny", gold, {"loss": float("nan")}, metric="loss", **config)

@@ -50,6 +50,8 @@ def test_predict_equals_oracle_in_given_order(classifier, tiny):
     assert all(list(p.probabilities) == LABELS for p in predictions)
     got = [list(p.probabilities.values()) for p in predictions]
     np.testing.assert_allclose(got, expected, rtol=0, atol=ATOL)
+    confidence = [p.confidence for p in predictions]
+    np.testing.assert_allclose(confidence, expected.max(axis=1), rtol=0, atol=ATOL)
 
 
 def test_of_equal_probabilities_the_first_label_wins(tiny, tmp_path):
@@ -57,6 +59,7 @@ def test_of_equal_probabilities_the_first_label_wins(tiny, tmp_path):
     [prediction] = OnnxClassifier.load(flat.write_version(tmp_path / "3")).predict(["good"])
     third = pytest.approx(1 / 3, abs=1e-6)
     assert prediction == Prediction(LABELS[0], dict.fromkeys(LABELS, third))
+    assert prediction.confidence == third
 
 
 def test_no_texts(classifier):

@@ -44,6 +44,7 @@ def _check(output, texts, tiny):
     assert [a["label"] for a in answers] == [LABELS[i] for i in expected.argmax(axis=1)]
     got = [[a["probabilities"][label] for label in LABELS] for a in answers]
     np.testing.assert_allclose(got, expected, rtol=0, atol=ATOL)
+    assert [a["confidence"] for a in answers] == [max(a["probabilities"].values()) for a in answers]
 
 
 def test_texts_as_arguments(version_dir, tiny):
