@@ -80,6 +80,16 @@ class TokenizerConfig(_Section):
     case_folding: bool = False  # upper and lower case are the same
     model_file: PathText | Literal[""] = ""  # bring your own SentencePiece model
 
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if self.model_file and self.case_folding:
+            raise ValueError(
+                "tokenizer.case_folding belongs to the training of a tokenizer; that of tokenizer.model_file folds case "
+                "or does not (SentencePiece's --normalization_rule_name=nmt_nfkc_cf): leave one of the two out. "
+                f"Received: model_file={self.model_file!r}, case_folding=True"
+            )
+        return self
+
 
 class ModelConfig(_Section):
     # The upper limits are far above what trains; they catch a slip before it asks for terabytes.

@@ -51,7 +51,7 @@ def data_fingerprint(job, report=None):
         else:
             contents = [(path, content["sha256"]) for path, content in report["inputs"].get(name, {}).items()]
         data[name] = [(file_form(path), digest) for path, digest in contents]
-    tokenizer = job.tokenizer.vocab_size, _needs_mask(job)
+    tokenizer = job.tokenizer.model_dump(exclude={"model_file"}), _needs_mask(job)
     if job.tokenizer.model_file:
         tokenizer = _load_tokenizer(job).sha256 if report is None else report["tokenizer_sha256"]
     return fingerprint(_FORMAT, data, tokenizer, job.model.max_length)
@@ -153,7 +153,9 @@ def _is_in_order(report, first_labels):
 def _tokenizer(job, texts):
     if job.tokenizer.model_file:
         return _load_tokenizer(job)
-    return Tokenizer(train_tokenizer(texts, job.tokenizer.vocab_size, _needs_mask(job)))
+    return Tokenizer(
+        train_tokenizer(texts, job.tokenizer.vocab_size, mask=_needs_mask(job), case_folding=job.tokenizer.case_folding)
+    )
 
 
 def _needs_mask(job):

@@ -50,7 +50,7 @@ def well_formed(text):
     return _SURROGATE.sub("\ufffd", text).replace("\0", " ")
 
 
-def train_tokenizer(texts, vocab_size, mask=False):
+def train_tokenizer(texts, vocab_size, mask=False, case_folding=False):
     """Trains a SentencePiece unigram model with byte fallback; pad 0, unk 1, neither bos nor eos.
 
     Equal texts give equal bytes. Of a text the first 10,000 characters count; of more than a million texts or 100
@@ -60,6 +60,7 @@ def train_tokenizer(texts, vocab_size, mask=False):
         texts: list of str.
         vocab_size: exact number of pieces.
         mask: whether MASK is one of them, with id 2.
+        case_folding: whether letters that differ in case alone, e.g. "A" and "a", are the same to the tokenizer.
 
     Returns:
         The model as bytes, what `Tokenizer` takes.
@@ -70,8 +71,9 @@ def train_tokenizer(texts, vocab_size, mask=False):
         DataError: there is no text to learn from.
     """
     texts = [well_formed(text[:_TRAINING_TEXT_CHARS]).replace(_RESERVED, " ") for text in _sample(texts)]
+    rule = "nmt_nfkc_cf" if case_folding else "nmt_nfkc"
     # Of nothing visible the trainer would end the process.
-    normalizer = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
+    normalizer = sentencepiece.SentencePieceNormalizer(rule_name=rule)
     if not any(normalizer.normalize(text).strip() for text in texts):
         raise _training_error("the texts are blank", vocab_size, len(texts))
     model = io.BytesIO()
@@ -87,6 +89,7 @@ def train_tokenizer(texts, vocab_size, mask=False):
             eos_id=-1,
             control_symbols=[MASK] if mask else [],
             byte_fallback=True,
+            normalization_rule_name=rule,
             max_sentence_length=1 << 30,  # bytes, the largest allowed; longer ones would be left out silently
             num_threads=_TRAINING_THREADS,
             minloglevel=3,

@@ -24,6 +24,8 @@ test_fraction = 0.1
 allow_new_labels = false
 [tokenizer]
 vocab_size = 8000
+hard_vocab_limit = true
+case_folding = false
 model_file = ""
 [model]
 d_model = 256
@@ -285,6 +287,11 @@ def test_class_weights_of_another_kind_are_told_of_tables(refuse):
 def test_one_way_of_subword_regularization(refuse):
     message = refuse(overrides=["training.subword_regularization=0.3", "training.subword_sampling=0.5"])
     assert "set one of them to 0. Received: subword_regularization=0.3, subword_sampling=0.5" in message
+
+
+def test_case_folding_belongs_to_the_model_that_is_given(refuse):
+    message = refuse(overrides=["tokenizer.model_file=own.model", "tokenizer.case_folding=true"])
+    assert message.endswith("leave one of the two out. Received: model_file='own.model', case_folding=True.")
 
 
 def test_odd_d_model(refuse):
