@@ -84,8 +84,8 @@ class TokenizerConfig(_Section):
     def _check(self):
         if self.model_file and self.case_folding:
             raise ValueError(
-                "tokenizer.case_folding belongs to the training of a tokenizer; that of tokenizer.model_file folds case "
-                "or does not (SentencePiece's --normalization_rule_name=nmt_nfkc_cf): leave one of the two out. "
+                "tokenizer.case_folding is about training a tokenizer; that of tokenizer.model_file folds case or does "
+                "not (SentencePiece's --normalization_rule_name=nmt_nfkc_cf): leave one of the two out. "
                 f"Received: model_file={self.model_file!r}, case_folding=True"
             )
         return self

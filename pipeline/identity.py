@@ -21,7 +21,8 @@ def identity(resolved):
             "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
             "strategy", "recipe",
         },
-        "evaluation": {"min_value", "max_regression", "beat_baseline", "max_label_shift"},  # its metric chooses the best weights
+        # Its metric chooses the best weights.
+        "evaluation": {"min_value", "max_regression", "beat_baseline", "max_label_shift"},
     }
     sections = ("seed", "data", "tokenizer", "model", "pretraining", "training", "evaluation")
     shaping = {section: resolved.get(section) for section in sections}

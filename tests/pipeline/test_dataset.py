@@ -389,6 +389,12 @@ def test_a_vocabulary_the_data_does_not_allow_is_a_job_error(tmp_path):
     with pytest.raises(JobError, match=r"Set tokenizer.vocab_size to at most \d+"):
         dataset.prepare(job, tmp_path / "data")
     assert [p.name for p in tmp_path.iterdir()] == ["a.csv"]
+    for size, reason in ((8000, "allows no more"), (260, "needs that many for its characters")):
+        soft = make_job(train=job.data.train, tokenizer={"vocab_size": size, "hard_vocab_limit": False})
+        report = dataset.prepare(soft, tmp_path / "data")
+        assert Tokenizer.load(tmp_path / "data" / "tokenizer.model").vocab_size == report["vocab_size"] != size
+        expected = f"{report['vocab_size']} pieces, not tokenizer.vocab_size={size}: this corpus {reason}"
+        assert report["warnings"][0] == f"the vocabulary has {expected}"
 
 
 def test_checks_name_what_is_wrong_and_what_to_do(tmp_path):

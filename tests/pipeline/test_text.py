@@ -197,7 +197,8 @@ def test_a_size_that_does_not_fit_is_answered_with_the_limit(texts, size, limit)
     assert "\n" not in str(e.value)
     named = int(re.search(rf"{limit} (\d+)", str(e.value))[1])
     assert text.Tokenizer(text.train_tokenizer(texts, named)).vocab_size == named
-    with pytest.raises(JobError):
+    assert text.train_tokenizer(texts, size, hard_vocab_limit=False) == text.train_tokenizer(texts, named)
+    with pytest.raises(JobError, match="or set tokenizer.hard_vocab_limit to false"):
         text.train_tokenizer(texts, named + (1 if limit == "at most" else -1))
 
 
