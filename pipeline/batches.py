@@ -14,8 +14,8 @@ def epoch_plan(lengths, batch_tokens, seed, epoch, batch_rows=0):
     """Returns the row indices of each batch of an epoch; every row is in exactly one batch.
 
     Rows are shuffled, sorted by length within pools of many batches, and cut so that rows * padded length stays within
-    `batch_tokens`, and rows within `batch_rows`; then the batches are shuffled. Sorting all rows at once would pad less, but would give a row
-    nearly the same batch mates in every epoch.
+    `batch_tokens`, and rows within `batch_rows`; then the batches are shuffled. Sorting all rows at once would pad
+    less, but would give a row nearly the same batch mates in every epoch.
 
     Args:
         lengths: int `[rows]`, tokens per row; 0 counts as 1.

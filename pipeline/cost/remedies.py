@@ -81,9 +81,9 @@ def ways_to_less_memory(config, length):
     parts = []
     while formulas.batch_rows(training, length) >= 2 << len(parts):  # a batch holds one text at least
         parts.append(2 << len(parts))
-    sizes = {"batch_tokens": training.batch_tokens} | ({"batch_rows": training.batch_rows} if training.batch_rows else {})
+    limits = {"batch_tokens": training.batch_tokens, "batch_rows": training.batch_rows}
     batches = [
-        {**{key: size // n for key, size in sizes.items()}, "accumulate_batches": training.accumulate_batches * n}
+        {**{key: limit // n for key, limit in limits.items() if limit}, "accumulate_batches": training.accumulate_batches * n}
         for n in parts
     ]
     rates = {config.model.dropout, config.model.head_dropout} - {0.0}
