@@ -12,11 +12,14 @@ from pydantic import Field
 
 from pipeline.contract import JOB_NAME
 from pipeline.errors import JobError
+from pipeline.recipes import with_recipe
 
 # Longest `model.max_length` whose full attention is computed in one piece: up to there that is faster, and its matrices
 # fit beside the rest (benchmarks/NOTES.md). Above, in chunks, with memory that grows with the length.
 CHUNKED_ABOVE = 1024
 KEY_CHUNK = 512  # keys in a chunk, at most
+
+_RECIPE_HINT = 'What the job does not set comes from training.recipe = "{}"; see pipeline/recipes.py.'
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -314,7 +317,7 @@ class JobConfig(_Section):
 
 
 def load_job(path, overrides=()):
-    """Reads a job file.
+    """Reads a job file; what neither it nor an override sets comes from its recipe, and else is the default.
 
     Args:
         path: a TOML file.
@@ -335,10 +338,14 @@ def load_job(path, overrides=()):
         raise JobError(f"cannot read job file {path}: {reason}. Give the path of a TOML job file.") from e
     for override in overrides:
         _apply_override(values, override)
+    whole = with_recipe(values)
     try:
-        return JobConfig.model_validate(values)
+        return JobConfig.model_validate(whole)
     except pydantic.ValidationError as e:
-        raise JobError(f"job file {path}: {_describe(e.errors())}") from e
+        message = _describe(e.errors())
+        if whole != values and e.errors()[0]["type"] == "value_error":  # two keys that do not go together
+            message += f" {_RECIPE_HINT.format(values['training']['recipe'])}"
+        raise JobError(f"job file {path}: {message}") from e
 
 
 def fingerprint(*values):
