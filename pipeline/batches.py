@@ -10,18 +10,19 @@ _POOL_BATCHES = 48
 _PADDED_SHARE = 0.08  # of a batch; above, half of it is cut
 
 
-def epoch_plan(lengths, batch_tokens, seed, epoch):
+def epoch_plan(lengths, batch_tokens, seed, epoch, batch_rows=0):
     """Returns the row indices of each batch of an epoch; every row is in exactly one batch.
 
     Rows are shuffled, sorted by length within pools of many batches, and cut so that rows * padded length stays within
-    `batch_tokens`; then the batches are shuffled. Sorting all rows at once would pad less, but would give a row
-    nearly the same batch mates in every epoch.
+    `batch_tokens`, and rows within `batch_rows`; then the batches are shuffled. Sorting all rows at once would pad
+    less, but would give a row nearly the same batch mates in every epoch.
 
     Args:
         lengths: int `[rows]`, tokens per row; 0 counts as 1.
         batch_tokens: padded tokens of a batch; a longer row is alone in its batch.
         seed: the job's seed.
         epoch: number of the epoch.
+        batch_rows: rows of a batch, at most; 0: as many as `batch_tokens` holds.
 
     Returns:
         A list of int64 arrays.
@@ -31,10 +32,12 @@ def epoch_plan(lengths, batch_tokens, seed, epoch):
         return []
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, f"batches/{epoch}")))
     order = rng.permutation(len(lengths))
-    pools = max(1, round(lengths.sum() / (_POOL_BATCHES * batch_tokens)))
+    pools = lengths.sum() / (_POOL_BATCHES * batch_tokens)
+    if batch_rows:
+        pools = max(pools, len(lengths) / (_POOL_BATCHES * batch_rows))
     batches, left = [], order[:0]
-    for pool in np.array_split(order, pools):
-        cut, left = _cut(np.concatenate([left, pool]), lengths, batch_tokens)
+    for pool in np.array_split(order, max(1, round(pools))):
+        cut, left = _cut(np.concatenate([left, pool]), lengths, batch_tokens, batch_rows)
         batches += cut
     batches += [left] if len(left) else []
     return [batches[i] for i in rng.permutation(len(batches))]
@@ -114,8 +117,8 @@ def _hash(counters):
     return z ^ (z >> np.uint64(31))
 
 
-def _cut(rows, lengths, batch_tokens):
-    """Cuts `rows`, longest first, into batches of rows * padded length <= `batch_tokens`.
+def _cut(rows, lengths, batch_tokens, batch_rows=0):
+    """Cuts `rows`, longest first, into batches of rows * padded length <= `batch_tokens`, and rows <= `batch_rows`.
 
     A padded length has one number of rows, or half of it where the rows differ much in length. oneDNN keeps code for
     every shape that it meets: some fifty shapes, instead of hundreds, keep the memory of a training flat.
@@ -128,6 +131,7 @@ def _cut(rows, lengths, batch_tokens):
     while len(rows):
         padded = padded_length(lengths[rows[0]])
         count = max(1, batch_tokens // padded)
+        count = min(count, batch_rows or count)
         if count > len(rows):
             break
         if count > 1 and lengths[rows[:count]].mean() < (1.0 - _PADDED_SHARE) * padded:

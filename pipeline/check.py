@@ -204,7 +204,7 @@ def check_tokenizer(subject):
 def check_batches(subject):
     """An epoch holds every row exactly once."""
     training, lengths = subject.config.training, subject.split.lengths
-    plan = epoch_plan(lengths, training.batch_tokens, subject.config.seed, 0)
+    plan = epoch_plan(lengths, training.batch_tokens, subject.config.seed, 0, training.batch_rows)
     times = np.bincount(np.concatenate(plan), minlength=len(lengths))
     padded = sum(len(rows) * max(1, int(lengths[rows].max())) for rows in plan)
     line = (

@@ -65,7 +65,7 @@ class Classification:
             split = sample_split(split, texts, self._tokenizer, share, alpha, max_length, seed, epoch, pause)
         elif self._splitter:
             split = self._splitter.split(split, training.subword_regularization, max_length, seed, epoch)
-        return split, epoch_plan(split.lengths, training.batch_tokens, seed, epoch)
+        return split, epoch_plan(split.lengths, training.batch_tokens, seed, epoch, training.batch_rows)
 
     def batch(self, split, indices, epoch):
         """Returns (token_ids int32 [B, T], labels int32 [B])."""

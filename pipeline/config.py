@@ -12,11 +12,14 @@ from pydantic import Field
 
 from pipeline.contract import JOB_NAME
 from pipeline.errors import JobError
+from pipeline.recipes import with_recipe
 
 # Longest `model.max_length` whose full attention is computed in one piece: up to there that is faster, and its matrices
 # fit beside the rest (benchmarks/NOTES.md). Above, in chunks, with memory that grows with the length.
 CHUNKED_ABOVE = 1024
 KEY_CHUNK = 512  # keys in a chunk, at most
+
+_RECIPE_HINT = 'What the job does not set comes from training.recipe = "{}"; see pipeline/recipes.py.'
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -79,6 +82,16 @@ class TokenizerConfig(_Section):
     hard_vocab_limit: bool = True  # false: where the corpus does not allow vocab_size, the nearest size that it allows
     case_folding: bool = False  # upper and lower case are the same
     model_file: PathText | Literal[""] = ""  # bring your own SentencePiece model
+
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        if self.model_file and self.case_folding:
+            raise ValueError(
+                "tokenizer.case_folding is about training a tokenizer; that of tokenizer.model_file folds case or does "
+                "not (SentencePiece's --normalization_rule_name=nmt_nfkc_cf): leave one of the two out. "
+                f"Received: model_file={self.model_file!r}, case_folding=True"
+            )
+        return self
 
 
 class ModelConfig(_Section):
@@ -315,7 +328,7 @@ class JobConfig(_Section):
 
 
 def load_job(path, overrides=()):
-    """Reads a job file.
+    """Reads a job file; what neither it nor an override sets comes from its recipe, and else is the default.
 
     Args:
         path: a TOML file.
@@ -336,10 +349,14 @@ def load_job(path, overrides=()):
         raise JobError(f"cannot read job file {path}: {reason}. Give the path of a TOML job file.") from e
     for override in overrides:
         _apply_override(values, override)
+    whole = with_recipe(values)
     try:
-        return JobConfig.model_validate(values)
+        return JobConfig.model_validate(whole)
     except pydantic.ValidationError as e:
-        raise JobError(f"job file {path}: {_describe(e.errors())}") from e
+        message = _describe(e.errors())
+        if whole != values and e.errors()[0]["type"] == "value_error":  # two keys that do not go together
+            message += f" {_RECIPE_HINT.format(values['training']['recipe'])}"
+        raise JobError(f"job file {path}: {message}") from e
 
 
 def fingerprint(*values):

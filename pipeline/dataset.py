@@ -51,7 +51,7 @@ def data_fingerprint(job, report=None):
         else:
             contents = [(path, content["sha256"]) for path, content in report["inputs"].get(name, {}).items()]
         data[name] = [(file_form(path), digest) for path, digest in contents]
-    tokenizer = job.tokenizer.vocab_size, _needs_mask(job)
+    tokenizer = job.tokenizer.model_dump(exclude={"model_file"}), _needs_mask(job)
     if job.tokenizer.model_file:
         tokenizer = _load_tokenizer(job).sha256 if report is None else report["tokenizer_sha256"]
     return fingerprint(_FORMAT, data, tokenizer, job.model.max_length)
@@ -110,7 +110,7 @@ def prepare(job, data_dir, first_labels=()):
             rows, removed = unlabelled
             figures = _write_rows(staged / UNLABELLED, rows, [-1] * len(rows.texts), tokenizer, job.model.max_length)
             report[UNLABELLED] = {**figures, "removed": removed}
-        report["warnings"] = _warnings(report)
+        report["warnings"] = _warnings(job, report)
         report["files"] = list_files(staged)
         write_json(staged / REPORT, report)
         if data_fingerprint(job) != key:
@@ -153,7 +153,8 @@ def _is_in_order(report, first_labels):
 def _tokenizer(job, texts):
     if job.tokenizer.model_file:
         return _load_tokenizer(job)
-    return Tokenizer(train_tokenizer(texts, job.tokenizer.vocab_size, _needs_mask(job)))
+    settings = job.tokenizer.model_dump(exclude={"model_file"})
+    return Tokenizer(train_tokenizer(texts, **settings, mask=_needs_mask(job)))
 
 
 def _needs_mask(job):
@@ -270,8 +271,12 @@ def _describe_content(content):
     return f"sha256 {content['sha256'][:12]}{rows}"
 
 
-def _warnings(report):
+def _warnings(job, report):
     splits, found = report["splits"], []
+    asked, pieces = job.tokenizer.vocab_size, report["vocab_size"]
+    if not job.tokenizer.model_file and pieces != asked:
+        reason = "allows no more" if pieces < asked else "needs that many for its characters"
+        found.append(f"the vocabulary has {pieces} pieces, not tokenizer.vocab_size={asked}: this corpus {reason}")
     few = [label for label, n in splits["train"]["labels"].items() if 0 < n < _FEW_ROWS]
     if few:
         found.append(f"classes with fewer than {_FEW_ROWS} training rows: {join_some(few)}")
@@ -289,7 +294,7 @@ def _warnings(report):
     if several := report["duplicates"]["train_texts_with_several_labels"]:
         found.append(f"{several} training texts occur under more than one label")
     if (share := splits["train"]["truncated_share"]) > 0.05:
-        found.append(f"{share:.0%} of the training texts are longer than model.max_length={report['max_length']}")
+        found.append(f"{share:.0%} of the training texts are longer than model.max_length={job.model.max_length}")
     if (share := splits["train"]["unknown_share"]) > 0.01:
         found.append(f"{share:.1%} of the training tokens are unknown to the tokenizer")
     return found

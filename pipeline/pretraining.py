@@ -59,7 +59,9 @@ class Pretraining:
 
     def make_epoch(self, epoch, pause):
         """Returns (`_Texts`, the row indices of each batch)."""
-        return self._texts, epoch_plan(self._texts.lengths, self.training.batch_tokens, self.job.seed, epoch)
+        training = self.training
+        plan = epoch_plan(self._texts.lengths, training.batch_tokens, self.job.seed, epoch, training.batch_rows)
+        return self._texts, plan
 
     def batch(self, texts, indices, epoch):
         """Returns (token_ids, targets, counts): int32 [B, T] with masked tokens, int32 [B, T], the loss mask [B, T]."""

@@ -50,7 +50,19 @@ def well_formed(text):
     return _SURROGATE.sub("\ufffd", text).replace("\0", " ")
 
 
-def train_tokenizer(texts, vocab_size, mask=False):
+class _VocabularyLimit(Exception):
+    """The texts allow no vocabulary of the size that was asked for.
+
+    Attributes:
+        nearest: the size that comes nearest to it and works.
+    """
+
+    def __init__(self, nearest):
+        super().__init__(nearest)
+        self.nearest = nearest
+
+
+def train_tokenizer(texts, vocab_size, mask=False, case_folding=False, hard_vocab_limit=True):
     """Trains a SentencePiece unigram model with byte fallback; pad 0, unk 1, neither bos nor eos.
 
     Equal texts give equal bytes. Of a text the first 10,000 characters count; of more than a million texts or 100
@@ -58,22 +70,42 @@ def train_tokenizer(texts, vocab_size, mask=False):
 
     Args:
         texts: list of str.
-        vocab_size: exact number of pieces.
+        vocab_size: number of pieces.
         mask: whether MASK is one of them, with id 2.
+        case_folding: whether letters that differ in case alone, e.g. "A" and "a", are the same to the tokenizer.
+        hard_vocab_limit: False: where the texts do not allow `vocab_size` pieces, the nearest number that they allow.
 
     Returns:
         The model as bytes, what `Tokenizer` takes.
 
     Raises:
-        JobError: `vocab_size` is too small for the characters of the texts or too large for the texts;
-            names the nearest number that works.
+        JobError: `vocab_size` is too small for the characters of the texts or too large for the texts, and
+            `hard_vocab_limit` is set; names the nearest number that works.
         DataError: there is no text to learn from.
     """
     texts = [well_formed(text[:_TRAINING_TEXT_CHARS]).replace(_RESERVED, " ") for text in _sample(texts)]
+    rule = "nmt_nfkc_cf" if case_folding else "nmt_nfkc"
     # Of nothing visible the trainer would end the process.
-    normalizer = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
+    normalizer = sentencepiece.SentencePieceNormalizer(rule_name=rule)
     if not any(normalizer.normalize(text).strip() for text in texts):
-        raise _training_error("the texts are blank", vocab_size, len(texts))
+        raise _untrainable("the texts are blank", len(texts))
+    try:
+        return _train(texts, vocab_size, mask, rule)
+    except _VocabularyLimit as e:
+        if not hard_vocab_limit:
+            return _train(texts, e.nearest, mask, rule)
+        is_more = e.nearest < vocab_size
+        raise JobError(
+            f"tokenizer.vocab_size={vocab_size} is "
+            f"{'more than this corpus allows' if is_more else 'less than the characters of this corpus need'}. "
+            f"Set tokenizer.vocab_size to at {'most' if is_more else 'least'} {e.nearest}, "
+            f"{'give more text, ' if is_more else ''}or set tokenizer.hard_vocab_limit to false. "
+            f"Received: vocab_size={vocab_size}"
+        ) from e
+
+
+def _train(texts, vocab_size, mask, rule):
+    """Returns the model as bytes. Raises _VocabularyLimit, or DataError as `train_tokenizer`."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -87,12 +119,15 @@ def train_tokenizer(texts, vocab_size, mask=False):
             eos_id=-1,
             control_symbols=[MASK] if mask else [],
             byte_fallback=True,
+            normalization_rule_name=rule,
             max_sentence_length=1 << 30,  # bytes, the largest allowed; longer ones would be left out silently
             num_threads=_TRAINING_THREADS,
             minloglevel=3,
         )
     except (RuntimeError, ValueError) as e:
-        raise _training_error(str(e), vocab_size, len(texts)) from e
+        if found := re.search(r"too high .*<= (\d+)|smaller than required_chars\. \d+ vs (\d+)", str(e)):
+            raise _VocabularyLimit(int(found[1] or found[2])) from e
+        raise _untrainable(str(e), len(texts)) from e
     return model.getvalue()
 
 
@@ -106,17 +141,7 @@ def _sample(texts):
     return [texts[i] for i in np.sort(chosen)]
 
 
-def _training_error(message, vocab_size, num_texts):
-    if found := re.search(r"too high .*<= (\d+)", message):
-        return JobError(
-            f"tokenizer.vocab_size={vocab_size} is more than this corpus allows. "
-            f"Set tokenizer.vocab_size to at most {found[1]}, or give more text. Received: vocab_size={vocab_size}"
-        )
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return JobError(
-            f"tokenizer.vocab_size={vocab_size} is less than the characters of this corpus need. "
-            f"Set tokenizer.vocab_size to at least {found[1]}. Received: vocab_size={vocab_size}"
-        )
+def _untrainable(message, num_texts):
     return DataError(
         f"cannot train a tokenizer on {num_texts} texts: SentencePiece found nothing to learn from "
         f"({' '.join(message.split())}). Give texts with visible characters."

@@ -35,7 +35,7 @@ class TrainStep:
         self.replicas = replicas or OneDevice()
         self.class_weights = np.asarray(class_weights, np.float32)
         weights = model.trainable_variables
-        self.optimizer = AdamW(weights, training.weight_decay)
+        self.optimizer = AdamW(weights, training.weight_decay, beta_2=training.beta_2)
         self.loss_scale = LossScale() if training.precision == "mixed_float16" else None
         self.average = WeightAverage(weights, training.ema_decay) if training.ema_decay else None
         # Empty between steps, so no part of the state.

@@ -87,8 +87,9 @@ def attention_elements(model, length):
 
 
 def batch_rows(training, length):
-    """Returns how many texts of `length` tokens are in a batch of `training.batch_tokens`."""
-    return max(1, training.batch_tokens // length)
+    """Returns how many texts of `length` tokens are in a batch of `training.batch_tokens` and `batch_rows`."""
+    count = max(1, training.batch_tokens // length)
+    return min(count, training.batch_rows or count)
 
 
 def activation_memory(model, training, length):

@@ -84,10 +84,11 @@ def ways_to_less_memory(config, length):
     """Returns the `Way`s to a smaller training step, those that cost the model least first."""
     training = config.training
     parts = []
-    while training.batch_tokens // (2 << len(parts)) >= length:  # a batch holds one text at least
+    while formulas.batch_rows(training, length) >= 2 << len(parts):  # a batch holds one text at least
         parts.append(2 << len(parts))
+    limits = {"batch_tokens": training.batch_tokens, "batch_rows": training.batch_rows}
     batches = [
-        {"batch_tokens": training.batch_tokens // n, "accumulate_batches": training.accumulate_batches * n}
+        {**{key: limit // n for key, limit in limits.items() if limit}, "accumulate_batches": training.accumulate_batches * n}
         for n in parts
     ]
     rates = {config.model.dropout, config.model.head_dropout} - {0.0}

@@ -16,7 +16,7 @@ import sentencepiece
 
 from export.onnx_text import build_text_graph
 from pipeline.config import ModelConfig
-from pipeline.text import Tokenizer, pad
+from pipeline.text import Tokenizer, pad, train_tokenizer
 from tests.jobs import MAX_LENGTH, environment, published_job
 from tests.odd_texts import KINDS, LONG, odd_texts
 from tests.serving.tiny import Tiny
@@ -63,8 +63,8 @@ def _train(texts, **options):
     return model.getvalue()
 
 
-def _owners_models():
-    """Models as data owners bring them: name -> (bytes, max_length)."""
+def _models():
+    """Models as data owners bring them, and our own that folds case: name -> (bytes, max_length)."""
     parts = [text.encode("utf-8", "replace").decode() for texts in KINDS.values() for text in texts if "\0" not in text]
     rng = random.Random(0)
     texts = [" ".join(rng.choices(parts, k=8)) for _ in range(1500)]
@@ -73,7 +73,7 @@ def _owners_models():
     as_is = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
     return {
         "chinese": (Tiny.build().tokenizer.model, 100),
-        "case-folding": (_train(texts, normalization_rule_name="nmt_nfkc_cf", byte_fallback=True, **some), 1000),
+        "case-folding": (train_tokenizer(texts, 700, mask=True, case_folding=True), 1000),
         "symbols": (_train(texts, character_coverage=0.98, **symbols, **some), 100),
         "as-is": (_train(texts, byte_fallback=True, **as_is, **some), 7),
     }
@@ -90,7 +90,7 @@ def exported(tmp_path_factory):
 
     version = published_job(tmp_path_factory).model_dir / "1"
     found = {"published": (Tokenizer.load(version / "tokenizer.model"), MAX_LENGTH, version)}
-    for name, (model, max_length) in _owners_models().items():
+    for name, (model, max_length) in _models().items():
         tokenizer, directory = Tokenizer(model), tmp_path_factory.mktemp(name)
         sizes = ModelConfig(d_model=2, num_heads=1, d_ff=2, num_layers=1, max_length=max_length)
         classifier = build_calibrated(sizes, tokenizer.vocab_size, 2, seed=0)

@@ -44,6 +44,26 @@ def test_epoch_plan_by_hand():
     assert sorted(map(len, plan)) == [1, 3, 3]
 
 
+@pytest.mark.parametrize("lengths", [REALISTIC, np.zeros(130, int)])
+def test_batches_of_few_rows(lengths):
+    plan = batches.epoch_plan(lengths, 4096, 17, 0, batch_rows=20)
+    np.testing.assert_array_equal(np.sort(np.concatenate(plan)), np.arange(len(lengths)))
+    assert max(map(len, plan)) == 20
+    assert all(len(rows) * max(1, lengths[rows].max()) <= 4096 for rows in plan)
+    assert len(plan) < 1.3 * len(lengths) / 20 + 1  # and still batches, not crumbs
+    # No cap, or one that no batch reaches: the same plan. (Zero lengths count as 1.)
+    loose = batches.epoch_plan(lengths, 4096, 17, 0, batch_rows=4096)
+    for a, b in zip(loose, batches.epoch_plan(lengths, 4096, 17, 0), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_batches_of_few_rows_are_padded_little_and_mixed_anew():
+    plans = [batches.epoch_plan(REALISTIC, 4096, 17, epoch, batch_rows=20) for epoch in (0, 1)]
+    assert padded_share(plans[0], REALISTIC) < 0.06
+    mates = [{frozenset(rows.tolist()) for rows in plan} for plan in plans]
+    assert not mates[0] & mates[1]
+
+
 def test_epoch_plan_is_a_pure_function_of_its_arguments():
     np.random.seed(0)
     first = batches.epoch_plan(REALISTIC, 4096, 17, 3)

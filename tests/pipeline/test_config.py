@@ -5,6 +5,7 @@ import pytest
 
 from pipeline.config import EvaluationConfig, JobConfig, differences, fingerprint, load_job
 from pipeline.errors import JobError
+from pipeline.recipes import RECIPES
 
 # The table of the contract, and what the gate asks of labels, our log_every_steps, what spells or hides tokens anew
 # each epoch, and what shapes the objective and the step.
@@ -24,6 +25,8 @@ test_fraction = 0.1
 allow_new_labels = false
 [tokenizer]
 vocab_size = 8000
+hard_vocab_limit = true
+case_folding = false
 model_file = ""
 [model]
 d_model = 256
@@ -44,9 +47,12 @@ global_tokens = 1
 num_experts = 0
 top_k = 2
 [training]
+recipe = "reference"
 epochs = 10
 batch_tokens = 4096
+batch_rows = 0
 learning_rate = 3e-4
+beta_2 = 0.999
 warmup_ratio = 0.1
 weight_decay = 1e-2
 clip_norm = 1.0
@@ -62,6 +68,8 @@ subword_sampling = 0.0
 subword_alpha = 0.2
 token_dropout = 0.0
 label_smoothing = 0.0
+teacher = ""
+teacher_weight = 0.5
 class_weights = "none"
 r_drop = 0.0
 ema_decay = 0.0
@@ -153,8 +161,8 @@ def test_sections_are_read_only(load):
         ("[training]\nlearning-rate = 1.0", "training.learning-rate", "Did you mean 'training.learning_rate'?"),
         ("[training]\nd_model = 8", "training.d_model", "Did you mean 'model.d_model'?"),
         ("[modle]\nd_model = 8", "modle", "Did you mean 'model'?"),
-        ("[training]\nxyz = 8", "training.xyz", "Valid keys in [training]: epochs, batch_tokens,"),
-        ("[training.more]\nx = 8", "training.more", "Valid keys in [training]: epochs, batch_tokens,"),
+        ("[training]\nxyz = 8", "training.xyz", "Valid keys in [training]: recipe, epochs, batch_tokens,"),
+        ("[training.more]\nx = 8", "training.more", "Valid keys in [training]: recipe, epochs, batch_tokens,"),
         ("[publish]\nzzz = 8", "publish.zzz", "Valid keys in [publish]: base_path, keep_versions."),
     ],
 )
@@ -294,6 +302,57 @@ def test_class_weights_of_another_kind_are_told_of_tables(refuse):
 def test_one_way_of_subword_regularization(refuse):
     message = refuse(overrides=["training.subword_regularization=0.3", "training.subword_sampling=0.5"])
     assert "set one of them to 0. Received: subword_regularization=0.3, subword_sampling=0.5" in message
+
+
+def test_case_folding_belongs_to_the_model_that_is_given(refuse):
+    message = refuse(overrides=["tokenizer.model_file=own.model", "tokenizer.case_folding=true"])
+    assert message.endswith("leave one of the two out. Received: model_file='own.model', case_folding=True.")
+
+
+# Recipes.
+
+SMALL = MINIMAL + '[training]\nrecipe = "small-data"\n'
+
+
+def flat(job):
+    return {(s, k): v for s, keys in job.resolved().items() if isinstance(keys, dict) for k, v in keys.items()}
+
+
+def test_every_recipe_is_a_valid_one_and_all_of_it_is_in_the_resolved_job(load):
+    assert JobConfig.model_fields["training"].annotation.model_fields["recipe"].annotation.__args__ == tuple(RECIPES)
+    defaults = flat(load())
+    for name, recipe in RECIPES.items():
+        job = load(overrides=[f"training.recipe={name}"])
+        values = {(section, key): value for section, keys in recipe.items() for key, value in keys.items()}
+        assert flat(job) == {**defaults, **values, ("training", "recipe"): name}
+        assert JobConfig.model_validate(job.resolved()) == job
+    assert load(SMALL) == job
+
+
+def test_what_a_job_sets_wins_over_its_recipe(load):
+    job = load(SMALL + "epochs = 3\n[model]\nd_model = 64\n", ["tokenizer.vocab_size=500", "model.num_layers=4"])
+    own = {
+        ("training", "epochs"): 3, ("model", "d_model"): 64, ("tokenizer", "vocab_size"): 500,
+        ("model", "num_layers"): 4,
+    }  # fmt: skip
+    assert flat(job) == {**flat(load(SMALL)), **own}
+    assert load(SMALL, ["training.recipe=reference"]) == load()
+
+
+def test_a_recipe_leaves_the_users_own_tokenizer_alone(load):
+    job = load(SMALL, ["tokenizer.model_file=own.model"])
+    assert job.tokenizer == load(overrides=["tokenizer.model_file=own.model"]).tokenizer
+    assert job.model == load(SMALL).model
+
+
+def test_errors_name_the_recipe_that_half_of_the_values_come_from(refuse):
+    hint = 'What the job does not set comes from training.recipe = "small-data"; see pipeline/recipes.py.'
+    message = refuse(SMALL, ["training.subword_regularization=0.1"])
+    assert message.endswith(f"Received: subword_regularization=0.1, subword_sampling=0.5. {hint}")
+    assert refuse(SMALL + "[model]\nnum_heads = 3\n").endswith(f"Received: d_model=128, num_heads=3. {hint}")
+    for text in (SMALL.replace("small-data", "big"), MINIMAL + "[training]\nrecipe = ['small-data']\n"):
+        assert "training.recipe: input should be 'reference' or 'small-data'. Received: recipe=" in refuse(text)
+    assert refuse(f"model = 3\n{SMALL}").endswith("'model' must be a section [model]. Received: model=3.")
 
 
 def test_odd_d_model(refuse):

@@ -126,6 +126,7 @@ def test_attention_weights_of_a_step():
     assert kept(1024, max_length=1025) == 0  # in chunks, made again
     assert kept(512, attention="linear") == 0
     assert kept(512, TrainingConfig(batch_tokens=2048)) == kept(512) / 2
+    assert kept(512, TrainingConfig(batch_rows=2)) == kept(512) / 4
     assert kept(512, TrainingConfig(r_drop=1.0)) == 2 * kept(512)
 
 

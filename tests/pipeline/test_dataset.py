@@ -145,6 +145,7 @@ def test_the_fingerprint_follows_content_and_settings_not_paths(tmp_path):
     others = [
         make_job(train=f"{tmp_path}/a.csv", max_length=17),
         make_job(train=f"{tmp_path}/a.csv", tokenizer={"vocab_size": 321}),
+        make_job(train=f"{tmp_path}/a.csv", tokenizer={"vocab_size": 320, "case_folding": True}),
         make_job(train=f"{tmp_path}/a.csv", test_fraction=0.2),
         make_job(train=f"{tmp_path}/a.csv", label_column="other"),
         make_job(train=f"{tmp_path}/a.csv", test=f"{tmp_path}/b.csv"),
@@ -188,9 +189,9 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch
     job = make_job(train=write_csv(tmp_path / "a.csv", TEXTS, LABELS))
     train = dataset.train_tokenizer
 
-    def train_while_the_file_grows(*args):
+    def train_while_the_file_grows(*args, **options):
         write_csv(tmp_path / "a.csv", TEXTS * 2, LABELS * 2)
-        return train(*args)
+        return train(*args, **options)
 
     monkeypatch.setattr(dataset, "train_tokenizer", train_while_the_file_grows)
     with pytest.raises(DataError, match="changed while they were read. Run it again"):
@@ -388,6 +389,12 @@ def test_a_vocabulary_the_data_does_not_allow_is_a_job_error(tmp_path):
     with pytest.raises(JobError, match=r"Set tokenizer.vocab_size to at most \d+"):
         dataset.prepare(job, tmp_path / "data")
     assert [p.name for p in tmp_path.iterdir()] == ["a.csv"]
+    for size, reason in ((8000, "allows no more"), (260, "needs that many for its characters")):
+        soft = make_job(train=job.data.train, tokenizer={"vocab_size": size, "hard_vocab_limit": False})
+        report = dataset.prepare(soft, tmp_path / "data")
+        assert Tokenizer.load(tmp_path / "data" / "tokenizer.model").vocab_size == report["vocab_size"] != size
+        expected = f"{report['vocab_size']} pieces, not tokenizer.vocab_size={size}: this corpus {reason}"
+        assert report["warnings"][0] == f"the vocabulary has {expected}"
 
 
 def test_checks_name_what_is_wrong_and_what_to_do(tmp_path):

@@ -99,6 +99,21 @@ def test_a_mask_is_a_control_symbol(tokenizer):
     assert text.Tokenizer(foreign_model(user_defined_symbols=["<mask>"], vocab_size=70)).mask_id == -1
 
 
+def test_case_folding(tokenizer):
+    """SentencePiece's table is Unicode's simple folding after NFKC: one letter for one, and no locale."""
+    folding = text.Tokenizer(text.train_tokenizer(TEXTS, 300, case_folding=True))
+    same = [
+        ("Good FILM", "good film"), ("ΣΊΣΥΦΟΣ", "σίσυφος"), ("ς", "σ"), ("Ｆｕｌｌ", "full"), ("ẞ", "ß"), ("ﬀI", "ffi"),
+        ("Ⅷ", "viii"), ("ФИЛЬМ", "фильм"), ("I", "i"),
+    ]  # fmt: skip
+    for pair in same:
+        assert len({tuple(row) for row in folding.encode(pair)}) == 1, pair
+        assert len({tuple(folding.sample(form, 0.2, 7)) for form in pair}) == 1, pair
+    for pair in (("ß", "ss"), ("I", "ı"), ("İ", "i"), ("é", "e")):
+        assert len({tuple(row) for row in folding.encode(pair)}) == 2, pair
+    assert len({tuple(row) for row in tokenizer.encode(["Good FILM", "good film"])}) == 2
+
+
 def test_a_tokenizer_without_a_mask_is_what_it_was(tokenizer):
     # Of SentencePiece 0.2.1: a published model's tokenizer comes out again.
     assert tokenizer.sha256 == "6198c502cfa90efdfaa01bf2fc45baa1e3d57445c9aa0d5f871e64aaeddf6809"
@@ -182,7 +197,8 @@ def test_a_size_that_does_not_fit_is_answered_with_the_limit(texts, size, limit)
     assert "\n" not in str(e.value)
     named = int(re.search(rf"{limit} (\d+)", str(e.value))[1])
     assert text.Tokenizer(text.train_tokenizer(texts, named)).vocab_size == named
-    with pytest.raises(JobError):
+    assert text.train_tokenizer(texts, size, hard_vocab_limit=False) == text.train_tokenizer(texts, named)
+    with pytest.raises(JobError, match="or set tokenizer.hard_vocab_limit to false"):
         text.train_tokenizer(texts, named + (1 if limit == "at most" else -1))
 
 

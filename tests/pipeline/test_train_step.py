@@ -77,6 +77,14 @@ def test_gradients_are_clipped_by_their_global_norm(share):
     assert_all_close(gradients_of(train_step), scaled, atol=1e-6 * norm, rtol=1e-4)
 
 
+def test_beta_2_is_the_optimizers():
+    train_step = make(beta_2=0.9, clip_norm=1e6)
+    train_step([BATCH], RATE)
+    _, *moments = train_step.optimizer.variables
+    squares = [v.numpy() for v in moments[len(moments) // 2 :]]
+    assert_all_close(squares, [0.1 * g**2 for g in gradients_of(train_step)], atol=1e-9, rtol=1e-4)
+
+
 def test_rows_count_by_their_class_weights():
     train_step = make(class_weights=CLASS_WEIGHTS, clip_norm=1e6)
     token_ids, labels = BATCH

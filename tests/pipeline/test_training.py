@@ -297,7 +297,7 @@ def test_signal_handlers_are_put_back(whole):
     "section",
     [
         {"precision": "mixed_bfloat16", "r_drop": 1.0},
-        {"ema_decay": 0.9, "accumulate_batches": 3},
+        {"ema_decay": 0.9, "accumulate_batches": 3, "batch_rows": 20, "beta_2": 0.9},
         {"precision": "mixed_float16", "ema_decay": 0.9, "accumulate_batches": 2, "r_drop": 1.0,
          "class_weights": "balanced", "label_smoothing": 0.1},
     ],
@@ -311,8 +311,11 @@ def test_resume_is_exact_with_every_part_of_the_state(data_file, data_dir, tmp_p
     console = Stub()
     training.train(job, runs[0], KEY, console)
     steps = last(runs[0]).progress.step
-    batches = len(epoch_plan(dataset.Split.load(runs[0] / "data", "train").lengths, 512, 17, 0))
+    lengths = dataset.Split.load(runs[0] / "data", "train").lengths
+    batches = len(epoch_plan(lengths, 512, 17, 0, section.get("batch_rows", 0)))
     assert steps == 2 * -(-batches // section.get("accumulate_batches", 1)) == console.steps[-1] >= 6
+    rates = {row["step"]: row["learning_rate"] for row in rows_of(runs[0]) if row["kind"] == "train"}
+    assert rates == {step: learning_rate(step - 1, steps, 0.05, 0.1) for step in range(2, steps + 1, 2)}
 
     with pytest.raises(Interrupted):
         training.train(job, runs[1], KEY, Stub(stop_at(1)))
