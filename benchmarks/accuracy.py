@@ -220,7 +220,8 @@ def _line(name, figures):
         f"| {name} | {100 * figures['accuracy']:.2f} ± {100 * figures['accuracy_sd']:.2f}{nodup} "
         f"| {100 * figures['macro_f1']:.1f} | {100 * figures['baseline']:.1f} | {fasttext} "
         f"| {figures['calibration_error_after']:.3f} | {figures['training_minutes']:.1f} "
-        f"| {figures['bytes'] / 1e6:.1f} | {figures['latency']['over_plain']:.2f} / {figures['latency']['over_reference']:.2f} |"
+        f"| {figures['bytes'] / 1e6:.1f} "
+        f"| {figures['latency']['over_plain']:.2f} / {figures['latency']['over_reference']:.2f} |"
     )
 
 

@@ -16,17 +16,19 @@ RECIPES = {
             "d_ff": 256,
             "dropout": 0.2,
             "head_dropout": 0.3,
-            "ngram_buckets": 65536,  # pairs of tokens decide much, and a linear model needs few texts to learn them
+            "convolution": 3,  # words and phrases, before anything is compared with anything
+            "ngram_pairs": 131072,  # pairs of tokens decide much, and a linear model needs few texts to learn them
         },
         "training": {
             "epochs": 15,
             "batch_rows": 64,  # more steps in an epoch
+            "batch_tokens": 8192,  # room for as many of longer texts
             "learning_rate": 1e-3,
             "beta_2": 0.98,  # a memory of 50 steps: there are only some thousand
             "weight_decay": 0.05,
             "label_smoothing": 0.1,
             "subword_sampling": 0.5,  # other pieces of the same text in each epoch
-            "token_dropout": 0.1,  # no single word decides
+            "token_dropout": 0.2,  # no single word decides
             "r_drop": 1.0,  # doubles the time of a step
             "patience": 0,  # every epoch counts: the learning rate falls to 0 by the last one
         },

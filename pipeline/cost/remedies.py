@@ -87,8 +87,9 @@ def ways_to_less_memory(config, length):
     while formulas.batch_rows(training, length) >= 2 << len(parts):  # a batch holds one text at least
         parts.append(2 << len(parts))
     limits = {"batch_tokens": training.batch_tokens, "batch_rows": training.batch_rows}
+    limits = {key: limit for key, limit in limits.items() if limit}
     batches = [
-        {**{key: limit // n for key, limit in limits.items() if limit}, "accumulate_batches": training.accumulate_batches * n}
+        {**{key: limit // n for key, limit in limits.items()}, "accumulate_batches": training.accumulate_batches * n}
         for n in parts
     ]
     rates = {config.model.dropout, config.model.head_dropout} - {0.0}
