@@ -46,6 +46,8 @@ window = 64
 global_tokens = 1
 num_experts = 0
 top_k = 2
+convolution = 0
+ngram_pairs = 0
 [training]
 recipe = "reference"
 epochs = 10
