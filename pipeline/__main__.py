@@ -1,4 +1,4 @@
-"""Command line: `python -m pipeline run|check|prepare|…|publish|rollback|versions JOB.toml [--set …]`."""
+"""Command line: `python -m pipeline run|check|tune|prepare|…|publish|rollback|versions JOB.toml [--set …]`."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ def _on_early_signal(number, frame):
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _on_early_signal)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # see Job._leave_cluster
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # see Job._start_again
     try:
         from pipeline.commands import main
     except ModuleNotFoundError as e:

@@ -5,6 +5,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,6 +31,11 @@ Overrides = Annotated[
     list[str], typer.Option("--set", metavar="section.key=value", help="Overrides a key of the job file; repeatable.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over; the old run is kept aside.")]
+Trials = Annotated[int, typer.Option(metavar="N", help="Trainings in all, those of earlier calls included.")]
+Output = Annotated[
+    str, typer.Option(metavar="FILE", help="The job file to write; by default JOB.tuned.toml.", show_default=False)
+]
+FreshTuning = Annotated[bool, typer.Option("--fresh", help="Start over; the old tuning is kept aside.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Publish although the gate refuses; the manifest records who did and why.")
 ]
@@ -106,6 +112,23 @@ def cost(
         show_cost(job.config, question, job.console, job.stop)
 
     _execute(show, job, set, debug, locks_run=False)
+
+
+@app.command()
+def tune(
+    job: JobFile,
+    trials: Trials,
+    output: Output = "",
+    set: Overrides = [],  # noqa: A002, B006
+    fresh: FreshTuning = False,
+    debug: Debug = False,
+):
+    """Trains with other settings, one after the other, and writes the job that is best on the validation rows.
+
+    Run it again to go on. The run of the job itself stays as it was.
+    """
+    target = Path(output) if output else Path(job).with_suffix(".tuned.toml")
+    _execute(lambda work: work.tune(trials, target, job), job, set, debug, fresh, locks_run=False)
 
 
 @app.command()

@@ -109,6 +109,36 @@ class Job:
 
             check(Subject.load(self.config, data_dir), self.console, self.stop)
 
+    def tune(self, trials, output, job_file):
+        """Trains with other settings, `trials` times in all; writes the job that is best on validation to `output`.
+
+        The run and the published versions stay as they were.
+        """
+        try:
+            from pipeline.tuning import Tuning, check_output
+        except ModuleNotFoundError as e:
+            if e.name not in ("optuna", "tomli_w"):
+                raise
+            raise JobError(f"tune needs the package {e.name}. Install it: pip install '.[tune]'") from e
+        if self.cluster is not None:
+            raise JobError('tune trains in one process: unset TF_CONFIG, or set training.strategy to "one".')
+        check_output(output, job_file)
+        self.data_key = dataset.data_fingerprint(self.config)
+        tuning = Tuning(self.config, self.console, self.stop)
+        with tuning.at_work():
+            first_labels = tuning.open(
+                self.result_key, self.data_key, lambda: self.directory.first_labels(self.data_key), self.fresh
+            )
+            if tuning.is_left(trials):
+                self._prepare(tuning.data_dir, first_labels)
+                self._start_tensorflow()
+                tuning.run(trials, self._train_trial)
+                if tuning.is_left(trials):
+                    self._start_again()
+            else:
+                self.console.note("nothing to do: so many trials are done")
+            tuning.finish(output)
+
     def prepare(self):
         """Makes `data/` from the input files."""
         self._open_run()
@@ -260,10 +290,11 @@ class Job:
         return best is not None or self._is_published()
 
     def _leave_cluster(self):
-        """Runs the rest of the command in a new program in this process.
+        # TensorFlow cannot leave a cluster, and would write the names of its devices into the exported graphs.
+        self._start_again()
 
-        TensorFlow cannot leave a cluster, and would write the names of its devices into the exported graphs.
-        """
+    def _start_again(self):
+        """Runs the rest of the command in a new program in this process."""
         sys.stdout.flush()
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # the new program takes them up
         os.execv(sys.executable, [sys.executable, *(a for a in sys.orig_argv[1:] if a != "--fresh")])
@@ -363,6 +394,21 @@ class Job:
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         start_tensorflow()
         self.stop()  # its modules catch exceptions of any kind while they are imported
+
+    def _train_trial(self, config, run_dir, after_validation):
+        """Trains another `JobConfig` on the same data, which lies in `run_dir`. Raises MemoryError, too."""
+        import tensorflow as tf
+
+        from pipeline.training import train
+
+        job = Job(config, self.console)
+        job.data_key = self.data_key
+        try:
+            train(config, run_dir, job.train_key, self.console, after_validation=after_validation)
+        except tf.errors.ResourceExhaustedError as e:
+            raise MemoryError(e.message) from e
+        finally:
+            tf.keras.backend.clear_session()  # or the graphs of all trials stay in memory
 
     def _measure(self):
         self._start_tensorflow()

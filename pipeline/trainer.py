@@ -49,9 +49,13 @@ class Trainer:
         console: shows progress; see `pipeline.console`.
         replicas: where it runs; see `pipeline.replicas`.
         metrics_bytes: length of the part of metrics.jsonl that was written before this task began.
+        after_validation: called with the number of an epoch, from 0, and its figures, before its end is saved: after
+            a kill in between once more with the same ones. What it raises ends the training there.
     """
 
-    def __init__(self, task, run_dir, key, console, replicas, metrics_bytes=0):
+    def __init__(
+        self, task, run_dir, key, console, replicas, metrics_bytes=0, after_validation=lambda epoch, figures: None
+    ):
         self.task = task
         self.training = task.training
         self.train_step = task.train_step
@@ -59,6 +63,7 @@ class Trainer:
         self.key = key
         self.console = console
         self.replicas = replicas
+        self.after_validation = after_validation
         self.epochs = Ahead(task.make_epoch, self.training.epochs)
         self.progress = Progress(metrics_bytes=metrics_bytes, replicas=replicas.count)
         self.clock = Clock()
@@ -190,6 +195,7 @@ class Trainer:
         row = {"kind": self.task.validation_kind, "step": progress.step, "epoch": progress.epoch}
         self.record.add({**row, **figures, **times})
         bar.epoch(progress, figures)
+        self.after_validation(progress.epoch, figures)
         self._save()
 
     def _validate(self, stop):

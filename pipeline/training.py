@@ -14,7 +14,7 @@ from pipeline.replicas import open_replicas
 from pipeline.trainer import Trainer
 
 
-def train(job, run_dir, key, console, cluster=None):
+def train(job, run_dir, key, console, cluster=None, after_validation=lambda epoch, figures: None):
     """Trains until the last epoch or until patience runs out; goes on from the newest good checkpoint.
 
     Of several workers, each of which calls this, only the chief writes, judges and reads checkpoints.
@@ -25,6 +25,7 @@ def train(job, run_dir, key, console, cluster=None):
         key: fingerprint of the data and of every setting that shapes the weights.
         console: shows progress; see `pipeline.console`.
         cluster: the `pipeline.cluster.Cluster` that trains together, after its roll call; None for this process alone.
+        after_validation: called after each epoch of the classification, see `pipeline.trainer.Trainer`.
 
     Raises:
         Interrupted: SIGTERM or SIGINT arrived, here or at another worker; the state is saved.
@@ -42,7 +43,7 @@ def train(job, run_dir, key, console, cluster=None):
             pretraining.run(stop)
             pretrained, metrics_bytes = task.encoder, pretraining.progress.metrics_bytes
         task = Classification(job, run_dir, replicas, pretrained)
-        Trainer(task, run_dir, key, console, replicas, metrics_bytes).run(stop)
+        Trainer(task, run_dir, key, console, replicas, metrics_bytes, after_validation).run(stop)
     stop.check()  # for what came after the last look and before the handlers were put back
 
 

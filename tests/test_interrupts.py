@@ -1,8 +1,10 @@
 """Signals and kills at any moment: nothing half-written is left, and running the job again goes on."""
 
 import itertools
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +13,10 @@ import time
 import pytest
 
 from pipeline import checkpoint
+from pipeline.config import load_job
 from pipeline.contract import Manifest
+from pipeline.files import locked
+from pipeline.tuning import with_settings
 from tests.jobs import (
     contents,
     copy_trained,
@@ -379,3 +384,48 @@ def test_what_a_dead_process_left_is_removed(tmp_path, leftover):
     done = run_pipeline("prepare", job.file)
     assert done.code == 0, done.stderr
     assert job.leftovers() == []
+
+
+def test_a_tuning_that_was_killed_ends_with_the_same_job(forks, tmp_path):
+    """SIGKILL in the middle of the second of three trials, SIGTERM somewhat later in it."""
+    whole, cut = (make_job(tmp_path / name, training={"epochs": 1}) for name in ("whole", "cut"))
+
+    def outcome(job):
+        tuned = job.file.with_suffix(".tuned.toml").read_text(encoding="utf-8")
+        trials = json.loads((job.directory / "runs/tiny.tuning/trials.json").read_text(encoding="utf-8"))
+        trials = [(t["number"], t["state"], t["settings"], t["values"]) for t in trials]
+        return trials, tuned.replace(str(job.directory), "")
+
+    arguments = "--trials", 3, "--set", "training.checkpoint_every_steps=2", "--set", "seed=0"
+    done = forks.run(whole, None, "--trials", 1, *arguments[2:], command="tune")
+    assert done.code == 0, done.stderr
+    shutil.copytree(whole.directory / "runs", cut.directory / "runs", symlinks=True)  # the first trial alone
+    done = forks.run(whole, None, *arguments, command="tune")
+    assert done.code == 0, done.stderr
+    trials, tuned = outcome(whole)
+    assert trials[1][2]["training.epochs"] == 2, "choose another seed"
+
+    done = forks.run(cut, Moment("row", 19), *arguments, command="tune")  # the first one has 15 steps
+    assert done.code == -signal.SIGKILL, done.stderr
+    with locked(cut.directory / "runs/.tiny.tuning.lock", ""):
+        assert forks.run(cut, None, *arguments, command="tune").code == 5
+    done = forks.run(cut, Moment("row", 21, signals=(signal.SIGTERM,)), *arguments, command="tune")
+    assert done.code == INTERRUPTED, done.stderr
+    assert re.search("going on from step 1[5-9]", done.stderr), done.stderr
+    done = forks.run(cut, None, *arguments, command="tune")
+    assert done.code == 0, done.stderr
+    assert outcome(cut) == (trials, tuned)
+    best = max(trials, key=lambda trial: max(trial[3]))
+    config = load_job(cut.file, ["training.checkpoint_every_steps=2", "seed=0"])
+    assert load_job(cut.file.with_suffix(".tuned.toml")) == with_settings(config, best[2])
+    # What is left: figures alone, and nothing of the job's own.
+    assert not list(cut.directory.rglob("state.npz")) and not cut.run_dir.exists() and not cut.model_dir.exists()
+    rows = metrics_rows(cut.directory / "runs/tiny.tuning/trials/0001")
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 31))
+
+    cut.file.with_suffix(".tuned.toml").unlink()
+    done = forks.run(cut, None, "--trials", 2, *arguments[2:], command="tune")
+    assert done.code == 0 and "nothing to do" in done.stderr, done.stderr
+    assert outcome(cut) == (trials, tuned)
+    done = forks.run(cut, None, *arguments, "--output", cut.data_file, command="tune")
+    assert done.code == 2 and "was not written by a tuning" in done.stderr
