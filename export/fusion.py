@@ -28,7 +28,7 @@ def fuse(graph_proto, vocab_size, in_blocks=False):
     """
     graph = Graph(graph_proto)
     graph.rewrite(_FULL_SLICE, _DENSE, _LAYER_NORM, _GELU, _HEADS_LENGTH, _ATTENTION, _REPEAT, _MASK, _ANY, _POSITION)
-    graph.rewrite(_MOD, _CLIP)
+    graph.rewrite(_NEIGHBOURS, _MOD, _CLIP, _SORTED)
     if in_blocks:
         graph.rewrite(IN_BLOCKS)
     graph.rewrite(_SQUEEZED, _embedding(vocab_size), _head(vocab_size))
@@ -259,6 +259,21 @@ _LENGTH = ("Squeeze", OneOf(("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), 
 _POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]), _position)
 
 
+# layers/convolution.py: the slices of what was padded on both sides end as far from its end as they begin from its start.
+
+
+def _neighbours(graph, match):
+    pads, begins = (graph.constants.get(match[name]) for name in ("pads", "begins"))
+    if begins is None or pads is None or pads.tolist() != [0, pads[1], 0, 0, pads[1], 0]:
+        return None
+    _, begin, _ = begins.tolist()
+    end = begin - 2 * pads[1] or np.iinfo(np.int64).max
+    return graph.add("Slice", match["padded"], np.array([begin]), np.array([end]), np.array([1]))
+
+
+_NEIGHBOURS = Rule(("Slice", Named("padded", ("Pad", "x", "pads")), "begins", ("Add", "begins", "sizes")), _neighbours)
+
+
 # layers/ngrams.py. tf2onnx writes the remainder as x - x / d * d.
 
 
@@ -280,6 +295,16 @@ def _clip(graph, match):
 
 
 _CLIP = Rule(("Max", ("Min", "x", "high"), "low"), _clip)
+
+
+def _sorted(graph, match):
+    length = graph.add("Shape", match["rows"], start=1, end=2)
+    ordered, _ = graph.add("TopK", match["rows"], length, outputs=2, axis=-1, largest=1, sorted=1)
+    return ordered
+
+
+# Whole numbers as floats, from when ONNX Runtime sorted nothing else.
+_SORTED = Rule(("Cast", ("TopK", ("Cast", "rows", {"to": _FLOAT}), "length"), {"to": _INT32}), _sorted)
 
 
 # classifier.py and calibrated.py: embedding * sqrt(D), and the logits: the head's, with n-grams their scores added.
