@@ -83,7 +83,10 @@ def ways_to_less_memory(config, length):
         parts.append(2 << len(parts))
     limits = {"batch_tokens": training.batch_tokens, "batch_rows": training.batch_rows}
     batches = [
-        {**{key: limit // n for key, limit in limits.items() if limit}, "accumulate_batches": training.accumulate_batches * n}
+        {
+            **{key: limit // n for key, limit in limits.items() if limit},
+            "accumulate_batches": training.accumulate_batches * n,
+        }
         for n in parts
     ]
     rates = {config.model.dropout, config.model.head_dropout} - {0.0}
