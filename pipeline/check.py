@@ -169,7 +169,7 @@ def check_labels(subject):
         problems.append("a single class leaves nothing to learn; see data.label_column")
     elif share > _MAJORITY_SHARE and subject.config.evaluation.metric == "accuracy":
         problems.append(
-            f"over {_MAJORITY_SHARE:.0%} in one class: see data.label_column, or set evaluation.metric = \"macro_f1\""
+            f'over {_MAJORITY_SHARE:.0%} in one class: see data.label_column, or set evaluation.metric = "macro_f1"'
         )
     try:
         class_weights(subject.config.training.class_weights, labels, counts)
@@ -407,8 +407,8 @@ def _other_padding_vector(model):
 
 def _overfit(model, training, token_ids, labels):
     """Trains on one batch; returns ({step: loss}, share of right answers at the last of them)."""
-    # Smoothing and R-Drop keep the loss away from 0.
-    plain = {"label_smoothing": 0.0, "r_drop": 0.0, "ema_decay": 0.0, "accumulate_batches": 1}
+    # Smoothing, a teacher and R-Drop keep the loss away from 0.
+    plain = {"label_smoothing": 0.0, "teacher": "", "r_drop": 0.0, "ema_decay": 0.0, "accumulate_batches": 1}
     train_step = TrainStep(model, training.model_copy(update=plain), np.ones(model.head.units))
     predict = compile_predict(model)
 

@@ -23,17 +23,19 @@ class Classification:
         run_dir: the run directory, with `data/` prepared.
         replicas: where it runs; see `pipeline.replicas`.
         pretrained: an `EncoderClassifier` of the same sizes whose encoder it starts with, or None.
+        soft_labels: float32 [rows, C], the teachers' answers to the training texts; None without a teacher.
     """
 
     name = "training"
     kind, validation_kind = "train", "validation"
     label = "epoch"
 
-    def __init__(self, job, run_dir, replicas, pretrained=None):
+    def __init__(self, job, run_dir, replicas, pretrained=None, soft_labels=None):
         self.job = job
         self.directory = run_dir
         self.training = training = job.training
         self._data_dir = run_dir / "data"
+        self._soft_labels = soft_labels
         self._labels = dataset.load_labels(self._data_dir)
         self._train_split = dataset.Split.load(self._data_dir, "train")
         self._validation_split = dataset.Split.load(self._data_dir, "validation")
@@ -68,11 +70,12 @@ class Classification:
         return split, epoch_plan(split.lengths, training.batch_tokens, seed, epoch, training.batch_rows)
 
     def batch(self, split, indices, epoch):
-        """Returns (token_ids int32 [B, T], labels int32 [B])."""
+        """Returns (token_ids int32 [B, T], labels int32 [B]), with a teacher also soft_labels float32 [B, C]."""
         token_ids = split.token_ids(indices)
         if rate := self.training.token_dropout:
             token_ids = drop_tokens(token_ids, indices, rate, self._tokenizer.mask_id, self.job.seed, epoch)
-        return token_ids, split.labels[indices]
+        targets = (split.labels,) if self._soft_labels is None else (split.labels, self._soft_labels)
+        return token_ids, *(target[indices] for target in targets)
 
     def describe_rows(self, indices):
         """Names rows of the input files."""

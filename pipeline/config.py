@@ -186,7 +186,7 @@ class TrainingConfig(_Section):
     subword_alpha: Annotated[float, Field(gt=0.0)] = 0.2  # of subword_sampling: the lower, the more evenly drawn
     token_dropout: Fraction = 0.0  # share of the tokens hidden behind <mask>, anew each epoch; 0 = off
     label_smoothing: Fraction = 0.0  # share of the target spread evenly over all classes
-    teacher: Files | Literal[""] = ""  # finished run directories or files of soft labels, whose mean is learnt as well
+    teacher: Files | Literal[""] = ""  # finished run directories or .jsonl files of answers
     teacher_weight: Share = 0.5  # how much the teacher's answers count beside the labels
     class_weights: Literal["none", "balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] = "none"
     r_drop: Annotated[float, Field(ge=0.0)] = 0.0  # weight of the divergence between two passes; 0 = one pass
@@ -321,7 +321,7 @@ class JobConfig(_Section):
         job = self.resolved()
         job["work_dir"] = cut(job["work_dir"])
         data = "train", "validation", "test", "unlabelled"
-        paths = {"data": data, "tokenizer": ("model_file",), "publish": ("base_path",)}
+        paths = {"data": data, "tokenizer": ("model_file",), "training": ("teacher",), "publish": ("base_path",)}
         for section, keys in paths.items():
             job[section] |= {key: cut(job[section][key]) for key in keys}
         return job

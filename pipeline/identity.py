@@ -1,6 +1,6 @@
 """What a run depends on, and what has changed since it began."""
 
-from pipeline import checkpoint, dataset
+from pipeline import checkpoint, dataset, teachers
 from pipeline.config import differences
 from pipeline.errors import JobError
 from pipeline.files import read_json
@@ -12,14 +12,21 @@ JOB = "job.json"
 def identity(resolved):
     """Returns the part of a resolved job that a training state depends on: a run goes on only while it stays the same.
 
-    Paths of data files aside, their content counts. How long training goes on (`epochs`, `patience`) may change on
-    the way; it is part of `Job.result_key`.
+    Paths of data files and teachers aside, their content counts. How long training goes on (`epochs`, `patience`) may
+    change on the way; it is part of `Job.result_key`.
     """
     without_effect = {
         "data": {"train", "validation", "test", "unlabelled", "allow_new_labels"},
         "training": {
-            "epochs", "patience", "checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "log_every_steps",
-            "strategy", "recipe",
+            "epochs",
+            "patience",
+            "checkpoint_every_s",
+            "checkpoint_every_steps",
+            "keep_checkpoints",
+            "log_every_steps",
+            "strategy",
+            "recipe",
+            "teacher",
         },
         # Not its metric, which chooses the best weights.
         "evaluation": {"min_value", "max_regression", "beat_baseline", "max_label_shift"},
@@ -63,11 +70,21 @@ def changes(config, run_dir, data_key, train_key):
 def _changed_settings(config, run_dir):
     stored = read_record(run_dir / JOB)
     changed = differences(identity(stored), identity(config.resolved())) if stored else []
+    changed += _changed_teachers(config, run_dir, stored)
     report, model_file = _data_report(run_dir), config.tokenizer.model_file
     old, new = report and report.get("tokenizer_sha256"), model_file and Tokenizer.load(model_file).sha256
     if old and new and old != new:
         changed.append(f"tokenizer.model_file: {model_file}: sha256 {old[:12]} -> {new[:12]}")
     return changed
+
+
+def _changed_teachers(config, run_dir, stored):
+    old, new = teachers.recorded(run_dir), teachers.digests(config.training.teacher, run_dir)
+    training = (stored or {}).get("training")
+    is_told = bool(old) or isinstance(training, dict) and not training.get("teacher")  # else the record is lost
+    if list(old.values()) == list(new.values()) or not is_told:
+        return []
+    return [f"training.teacher: {teachers.describe(old)} -> {teachers.describe(new)}"]
 
 
 def _changed_data(config, run_dir, data_key, changed_settings):

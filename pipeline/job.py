@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from pipeline import checkpoint, dataset, summary
+from pipeline import checkpoint, dataset, summary, teachers
 from pipeline.cluster import read_cluster
 from pipeline.config import fingerprint
 from pipeline.console import Console
@@ -314,7 +314,8 @@ class Job:
     @functools.cached_property
     def train_key(self):
         """Of checkpoints: training goes on from those of an equal key only."""
-        return fingerprint(self.data_key, identity(self.config.resolved()))
+        taught_by = teachers.digests(self.config.training.teacher, self.run_dir).values()
+        return fingerprint(self.data_key, identity(self.config.resolved()), *taught_by)
 
     @functools.cached_property
     def result_key(self):

@@ -22,6 +22,16 @@ def smoothed_cross_entropy(logits, labels, smoothing):
     return (1.0 - smoothing) * losses + smoothing * spread
 
 
+def soft_cross_entropy(logits, soft_labels):
+    """Returns -sum(soft_labels * log softmax(logits)) of each row in nats, float32 [B].
+
+    Args:
+        logits: float32 [B, C].
+        soft_labels: float32 [B, C], probabilities (Hinton et al. 2015, section 2, at temperature 1).
+    """
+    return tf.nn.softmax_cross_entropy_with_logits(soft_labels, logits)
+
+
 def symmetric_divergence(logits, others):
     """Returns KL(p || q) + KL(q || p) of the softmaxes p and q of two float32 [B, C], in nats, float32 [B]."""
     log_p, log_q = tf.nn.log_softmax(logits), tf.nn.log_softmax(others)

@@ -35,7 +35,7 @@ class Pretraining:
         self.job = job
         self.directory = run_dir / PRETRAINING
         own = {"epochs": job.pretraining.epochs, "learning_rate": job.pretraining.learning_rate}
-        self.training = job.training.model_copy(update={**own, "patience": 0, "ema_decay": 0.0})
+        self.training = job.training.model_copy(update={**own, "patience": 0, "ema_decay": 0.0, "teacher": ""})
         data_dir = run_dir / "data"
         tokenizer = Tokenizer.load(data_dir / TOKENIZER_MODEL)
         self._mask_id = tokenizer.mask_id

@@ -150,6 +150,19 @@ def _read_csv(path, columns, delimiter):
 
 
 def _read_json_lines(path, columns):
+    for place, row in read_json_lines(path):
+        for column in columns:
+            if column not in row:
+                raise DataError(_missing(place, column, row))
+        yield place, [row[column] for column in columns]
+
+
+def read_json_lines(path):
+    """Yields (place, dict) for every line of a .jsonl or .jsonl.gz file that is not blank; `place` is for messages.
+
+    Raises:
+        DataError: the file cannot be read or is empty, or a line is no JSON object.
+    """
     empty = True
     for line_number, line in enumerate(_lines(path), 1):
         if not line.strip():
@@ -161,10 +174,7 @@ def _read_json_lines(path, columns):
             raise DataError(f"{place}: not valid JSON ({e}). Write one JSON object per line.") from e
         if not isinstance(row, dict):
             raise DataError(f"{place}: not a JSON object. Write one per line. Received: {line.strip()[:40]}")
-        for column in columns:
-            if column not in row:
-                raise DataError(_missing(place, column, row))
-        yield place, [row[column] for column in columns]
+        yield place, row
     if empty:
         raise _empty(path)
 

@@ -6,11 +6,12 @@ import numpy as np
 import tensorflow as tf
 
 from pipeline.classifier import TOKEN_IDS_SPEC
-from pipeline.losses import smoothed_cross_entropy, symmetric_divergence
+from pipeline.losses import smoothed_cross_entropy, soft_cross_entropy, symmetric_divergence
 from pipeline.optimization import AdamW, LossScale, WeightAverage
 from pipeline.replicas import OneDevice
 
 _LABELS_SPEC = tf.TensorSpec([None], tf.int32, "labels")
+_SOFT_LABELS_SPEC = tf.TensorSpec([None, None], tf.float32, "soft_labels")
 _SCALAR_SPEC = tf.TensorSpec([], tf.float32)
 
 
@@ -19,6 +20,9 @@ class TrainStep:
 
     On several replicas each computes the part that its rows have in the objective and in the gradients. Those parts are
     summed once in a step; what follows is the same on all.
+
+    With a teacher a batch has a third array, its soft labels; the loss of a row is then (1 - w) * cross-entropy(label)
+    + w * cross-entropy(soft labels), w being `training.teacher_weight` (Hinton et al. 2015, at temperature 1).
 
     Args:
         model: a built `EncoderClassifier`.
@@ -33,6 +37,8 @@ class TrainStep:
         self.model = model
         self.training = training
         self.replicas = replicas or OneDevice()
+        if training.teacher:
+            self.batch_spec = (*self.batch_spec, _SOFT_LABELS_SPEC)
         self.class_weights = np.asarray(class_weights, np.float32)
         weights = model.trainable_variables
         self.optimizer = AdamW(weights, training.weight_decay, beta_2=training.beta_2)
@@ -54,7 +60,8 @@ class TrainStep:
         """Does one optimizer step on one or more batches, as if they were one.
 
         Args:
-            batches: pairs (token_ids int32 [B, T], labels int32 [B]), B and T each their own.
+            batches: pairs (token_ids int32 [B, T], labels int32 [B]), B and T each their own; with a teacher triples,
+                the third array being soft_labels float32 [B, C].
             rate: the learning rate.
 
         Returns:
@@ -122,25 +129,34 @@ class TrainStep:
         gradients = [tf.convert_to_tensor(g) for g in gradients]
         return loss, gradients if self.loss_scale is None else [g / scale for g in gradients]
 
-    def _weight(self, token_ids, labels):
+    def _weight(self, token_ids, labels, *soft_labels):
         """Returns how much a batch counts: a number."""
         return self.class_weights[labels].sum()
 
-    def _weighted_loss(self, token_ids, labels):
+    def _weighted_loss(self, token_ids, labels, *soft_labels):
         """Returns (the sum of the objectives of these rows by how much each counts, how much they count): scalars."""
         row_weights = tf.gather(self.class_weights, labels)
-        return tf.reduce_sum(self._row_losses(token_ids, labels) * row_weights), tf.reduce_sum(row_weights)
+        losses = self._row_losses(token_ids, labels, *soft_labels)
+        return tf.reduce_sum(losses * row_weights), tf.reduce_sum(row_weights)
 
-    def _row_losses(self, token_ids, labels):
+    def _row_losses(self, token_ids, *targets):
         """Returns the objective of every row: float32 [B]."""
         if not self.training.r_drop:
-            return smoothed_cross_entropy(self.model(token_ids, training=True), labels, self.training.label_smoothing)
+            return self._cross_entropies(self.model(token_ids, training=True), *targets)
         # R-Drop (Liang et al. 2021): the same rows twice, each time with other dropout; half of the paper's objective,
         # which adds the two cross-entropies up.
         twice = self.model(tf.concat([token_ids, token_ids], 0), training=True)  # [2B, C]
-        losses = smoothed_cross_entropy(twice, tf.concat([labels, labels], 0), self.training.label_smoothing)
+        losses = self._cross_entropies(twice, *(tf.concat([target, target], 0) for target in targets))
         difference = symmetric_divergence(*tf.split(twice, 2))
         return tf.add_n(tf.split(losses, 2)) / 2.0 + self.training.r_drop / 4.0 * difference
+
+    def _cross_entropies(self, logits, labels, soft_labels=None):
+        """Returns float32 [B], in nats."""
+        losses = smoothed_cross_entropy(logits, labels, self.training.label_smoothing)
+        if soft_labels is None:
+            return losses
+        weight = self.training.teacher_weight
+        return (1.0 - weight) * losses + weight * soft_cross_entropy(logits, soft_labels)
 
     def _apply(self, gradients, rate):
         self.optimizer.apply(gradients, rate)

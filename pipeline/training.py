@@ -4,13 +4,24 @@ import contextlib
 import signal
 from pathlib import Path
 
-from pipeline import checkpoint, dataset
+import numpy as np
+import pydantic
+import tensorflow as tf
+
+from pipeline import checkpoint, dataset, teachers
+from pipeline.batches import sequential_plan
 from pipeline.classification import Classification
+from pipeline.calibrated import predict_parts
 from pipeline.classifier import build_classifier
-from pipeline.errors import Interrupted, TrainingError
+from pipeline.config import JobConfig
+from pipeline.contract import TOKENIZER_MODEL
+from pipeline.errors import Interrupted, JobError, TrainingError
+from pipeline.evaluation import softmax
 from pipeline.fitting import fit_to
+from pipeline.identity import JOB
 from pipeline.pretraining import Pretraining
 from pipeline.replicas import open_replicas
+from pipeline.text import Tokenizer
 from pipeline.trainer import Trainer
 
 
@@ -31,20 +42,66 @@ def train(job, run_dir, key, console, cluster=None, after_validation=lambda epoc
         Interrupted: SIGTERM or SIGINT arrived, here or at another worker; the state is saved.
         TrainingError: the loss, a gradient or a validation logit is not finite, or another worker is lost.
         CheckpointError: a checkpoint cannot be written.
-        JobError: the checkpoints in `run_dir` are of another `key`.
+        JobError: the checkpoints in `run_dir` are of another `key`, or a teacher cannot be used.
+        DataError: a teacher's answers cannot be used.
     """
     run_dir = Path(run_dir)
     replicas = open_replicas(job.training.strategy, cluster)
     with _stop_signals() as stop, replicas.watched():
+        soft_labels = _soft_labels(job, run_dir, key, replicas, stop) if job.training.teacher else None
         pretrained, metrics_bytes = None, 0
         if job.pretraining.epochs and not replicas.from_chief(lambda: _has_begun(run_dir)):
             task = Pretraining(job, run_dir, replicas)
             pretraining = Trainer(task, run_dir, key, console, replicas)
             pretraining.run(stop)
             pretrained, metrics_bytes = task.encoder, pretraining.progress.metrics_bytes
-        task = Classification(job, run_dir, replicas, pretrained)
+        task = Classification(job, run_dir, replicas, pretrained, soft_labels)
         Trainer(task, run_dir, key, console, replicas, metrics_bytes, after_validation).run(stop)
     stop.check()  # for what came after the last look and before the handlers were put back
+
+
+def _soft_labels(job, run_dir, key, replicas, stop):
+    """Returns the teachers' answers to the training texts, float32 [rows, C], the chief's on all workers."""
+    shape = len(dataset.Split.load(run_dir / "data", "train")), len(dataset.load_labels(run_dir / "data"))
+    shared = tf.Variable(tf.zeros(shape), trainable=False)
+
+    def compute():
+        def answer(teacher, texts):
+            return answer_texts(teacher, texts, stop.check)
+
+        shared.assign(teachers.soft_labels(job.training.teacher, run_dir, key, answer))
+
+    replicas.from_chief(compute)
+    replicas.copy_from_chief([shared])
+    return shared.numpy()
+
+
+def answer_texts(run_dir, texts, stop=lambda: None):
+    """Returns (labels, float64 [rows, C]): what a finished run answers to texts, with its own tokenizer.
+
+    Args:
+        run_dir: its run directory.
+        texts: list of str, not empty.
+        stop: called before each batch; may raise to end early.
+
+    Raises:
+        JobError: its `job.json` cannot be used.
+        TrainingError: it has not finished.
+    """
+    path = run_dir / JOB
+    try:
+        job = JobConfig.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        reason = e.errors()[0]["msg"] if isinstance(e, pydantic.ValidationError) else e
+        raise JobError(f"cannot read {path}, a teacher's job, with this version: {reason}. Train it again.") from e
+    data_dir = run_dir / "data"
+    model = load_best(job, run_dir, checkpoint.newest_key(run_dir / checkpoint.CHECKPOINTS), stop)
+    rows = Tokenizer.load(data_dir / TOKENIZER_MODEL).encode(texts, job.model.max_length)
+    offsets = np.cumsum([0, *map(len, rows)])
+    split = dataset.Split(np.concatenate(rows), offsets, np.full(len(rows), -1, np.int32), np.arange(len(rows)))
+    plan = sequential_plan(split.lengths, job.training.batch_tokens)
+    logits, *_ = predict_parts(model, split, plan, stop)
+    return dataset.load_labels(data_dir), softmax(logits / model.fitted_scalars()["temperature"])
 
 
 def _has_begun(run_dir):

@@ -492,12 +492,16 @@ def test_a_published_job_is_done_whatever_happened_to_its_run_directory(publishe
     assert job.versions == ["1"]
 
 
-def test_a_job_with_hidden_and_drawn_tokens_is_published(forks, tmp_path):
+def test_a_job_with_hidden_and_drawn_tokens_and_a_teacher_is_published(published, forks, tmp_path):
     """Its tokenizer has a mask: the exported graphs were compared with it, on texts that name it, too."""
+    teacher = shutil.copytree(published.run_dir, tmp_path / "teacher")
     rows = [(f"{text} <mask>" if i % 3 else text, label) for i, (text, label) in enumerate(make_rows())]
-    job = make_job(tmp_path, rows, training={"token_dropout": 0.1, "subword_sampling": 0.5, "epochs": 2})
+    training = {"token_dropout": 0.1, "subword_sampling": 0.5, "epochs": 2, "teacher": str(teacher)}
+    job = make_job(tmp_path, rows, training=training)
     done = forks.run(job, None, command="run")
     assert done.code == 0, done.stderr
+    assert np.load(job.run_dir / "soft_labels" / "probabilities.npy").shape[1] == len(LABELS)
+    shutil.rmtree(teacher)  # what was made of it is there
     (version,) = job.versions
     manifest = Manifest.read(job.model_dir / version)
     assert "onnx/model.text.onnx" in manifest.files and not manifest.warnings

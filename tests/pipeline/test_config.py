@@ -480,6 +480,7 @@ def test_portable_has_no_absolute_path(load):
             "data.train=['/srv/a/*.csv', 'b.csv']",
             "data.test=/srv/test.csv",
             "tokenizer.model_file=/srv/own.model",
+            "training.teacher=['/srv/runs/teacher', 'answers.jsonl']",
             "publish.base_path=/srv/models/",
             "data.text_column=/text",
         ]
@@ -489,4 +490,4 @@ def test_portable_has_no_absolute_path(load):
     assert (portable["data"]["train"], portable["data"]["test"]) == (["*.csv", "b.csv"], "test.csv")
     assert (portable["data"]["validation"], portable["tokenizer"]["model_file"]) == ("", "own.model")
     assert portable["data"]["text_column"] == "/text"
-    assert portable["training"] == there.resolved()["training"]
+    assert portable["training"] == {**there.resolved()["training"], "teacher": ["teacher", "answers.jsonl"]}

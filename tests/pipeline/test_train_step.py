@@ -124,6 +124,31 @@ def test_accumulated_batches_equal_one():
     assert several([BATCH], 1e-3) == pytest.approx(one([BATCH], 1e-3), rel=1e-5)
 
 
+SOFT_LABELS = np.array([[0.7, 0.2, 0.1], [0, 0, 1], [0.25, 0.5, 0.25], [0.1, 0.6, 0.3]], np.float32)
+
+
+@pytest.mark.parametrize("r_drop", [0.0, 5.0])
+def test_a_teacher_counts_beside_the_labels(r_drop):
+    """In one batch and in parts of it; by hand, from Hinton et al. 2015 at temperature 1."""
+    settings = {"teacher": "t", "teacher_weight": 0.3, "label_smoothing": 0.1, "clip_norm": 1e6, "r_drop": r_drop}
+    train_step = make(class_weights=CLASS_WEIGHTS, **settings)
+    token_ids, labels = BATCH
+    log_p = log_softmax(train_step.model(token_ids))
+    targets = 0.7 * (0.9 * np.eye(3)[labels] + 0.1 / 3) + 0.3 * SOFT_LABELS
+    rows = CLASS_WEIGHTS[labels]
+    expected = -((targets * log_p).sum(axis=1) * rows).sum() / rows.sum()  # without dropout R-Drop adds nothing
+    assert train_step([(*BATCH, SOFT_LABELS)], RATE)[0] == pytest.approx(expected, rel=1e-5)
+
+    several = make(class_weights=CLASS_WEIGHTS, accumulate_batches=2, **settings)
+    parts = [(token_ids[i], labels[i], SOFT_LABELS[i]) for i in (slice(1), slice(1, 4))]
+    assert several(parts, RATE)[0] == pytest.approx(expected, rel=1e-5)
+    assert_all_close(gradients_of(several), gradients_of(train_step), atol=1e-6, rtol=1e-4)
+    # The cross-entropy with these targets has the gradient softmax - targets at the logits, so at the head's bias.
+    bias = next(i for i, v in enumerate(train_step.model.trainable_variables) if v.path.endswith("head/bias"))
+    by_hand = ((np.exp(log_p) - targets) * rows[:, None]).sum(axis=0) / rows.sum()
+    np.testing.assert_allclose(gradients_of(train_step)[bias], by_hand, atol=1e-6, rtol=1e-4)
+
+
 def test_r_drop_without_dropout_is_the_plain_loss():
     expected, gradients = reference(weights=CLASS_WEIGHTS)
     train_step = make(class_weights=CLASS_WEIGHTS, r_drop=5.0, clip_norm=1e6)

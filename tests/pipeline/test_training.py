@@ -17,6 +17,7 @@ from pipeline.config import JobConfig
 from pipeline.contract import TIMINGS, sha256_file
 from pipeline.errors import CheckpointError, Interrupted, JobError, TrainingError
 from pipeline.optimization import learning_rate
+from pipeline.replicas import OneDevice
 from pipeline.train_step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -328,6 +329,42 @@ def test_resume_is_exact_with_every_part_of_the_state(data_file, data_dir, tmp_p
         training.train(job, runs[1], KEY, Stub(crash))
     training.train(job, runs[1], KEY, Stub())
     assert_same_run(runs[1], runs[0])
+
+
+def test_a_student_goes_on_with_the_answers_it_began_with(whole, data_dir, tmp_path):
+    """Of a run and of a file, both gone when it is stopped; what they said is in every batch of their texts."""
+    job, run_dir, _ = whole
+    teacher = shutil.copytree(run_dir, tmp_path / "teacher")
+    (teacher / "job.json").write_text(json.dumps(job.resolved()))
+    (teacher / "evaluation").mkdir()
+    (teacher / "evaluation" / "report.json").write_text('{"test": {}}')
+    texts, file = dataset.load_texts(data_dir, "train"), tmp_path / "answers.jsonl"
+    lines = [{"text": text, "probabilities": {"good": 0.25, "bad": 0.75}} for text in texts]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    section = {"teacher": [str(teacher), str(file)], "batch_rows": 40, "r_drop": 1.0, "epochs": 1}
+    student = make_job(job.data.train, **section)
+    runs = [tmp_path / name for name in ("whole", "stopped")]
+    for run in runs:
+        shutil.copytree(data_dir, run / "data")
+    training.train(student, runs[0], KEY, Stub())
+    with pytest.raises(Interrupted):
+        training.train(student, runs[1], KEY, Stub(stop_at(3)))
+    shutil.rmtree(teacher)
+    file.unlink()
+    console = Stub()
+    training.train(student, runs[1], KEY, console)
+    assert console.steps[0] == 4
+    assert_same_run(runs[1], runs[0])
+
+    split = dataset.Split.load(data_dir, "train")
+    logits = np.asarray(training.load_best(job, run_dir, KEY)(split.token_ids(np.arange(len(split)))))
+    expected = (evaluation.softmax(logits) + [0.75, 0.25]) / 2
+    found = np.load(runs[0] / "soft_labels" / "probabilities.npy")
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    task = classification.Classification(student, runs[0], OneDevice(), soft_labels=found)
+    rows, plan = task.make_epoch(0, None)
+    for indices in plan[:2]:
+        np.testing.assert_array_equal(task.batch(rows, indices, 0)[2], found[indices])
 
 
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
@@ -648,7 +685,6 @@ def test_another_patience_counts_from_where_the_run_stands(data_file, data_dir, 
     assert train(2) == (3, 3, 2, "patience")
     assert train(1) == (0, 3, 2, "patience")
     assert train(3) == (1, 4, 3, "patience")
-
 
 
 def test_hidden_tokens_are_in_training_batches_only(data_file, tmp_path, monkeypatch):
