@@ -67,16 +67,16 @@ def expected_counts(precision, model):
         precision: key of `ONNX_FILES`; the text graph counts as that of float32.
         model: a `pipeline.config.ModelConfig`.
     """
-    layers = model.num_layers
+    layers, encoders = model.num_layers * model.encoders, model.encoders
     attentions = layers if precision == "ort" else 0
     # Queries, keys and values come from one product, or from three; of the operator Attention it is a part.
     projections = 1 if _is_packed(model) else 3
     networks = model.num_experts or 1
     feed_forward = networks * (3 if model.activation == "swiglu" else 2) + (1 if model.num_experts else 0)
-    convolutions = 1 if model.convolution else 0
+    convolutions = encoders if model.convolution else 0
     products = layers * (projections + 1 + feed_forward) + convolutions + 1 - attentions
     return {
-        "LayerNormalization": 2 * layers + convolutions + 1,
+        "LayerNormalization": 2 * layers + convolutions + encoders,
         "Gelu": (layers * networks if model.activation == "gelu" else 0) + convolutions,
         "Attention": attentions,
         "weight_products": products,
@@ -259,7 +259,7 @@ _LENGTH = ("Squeeze", OneOf(("Slice", ("Cast", ("Shape", "x")), [1], [2], [0]), 
 _POSITION = Rule(("Slice", "table", [0], ("Unsqueeze", _LENGTH, [0]), [0], [1]), _position)
 
 
-# layers/convolution.py: the slices of what was padded on both sides end as far from its end as they begin from its start.
+# layers/convolution.py: slices of what was padded on both sides, each of the length that it had before.
 
 
 def _neighbours(graph, match):

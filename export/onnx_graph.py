@@ -48,14 +48,7 @@ def convert(model, opset, metadata):
 
 def _in_one_piece(model):
     """Returns the model, or a copy whose attention does not loop over chunks of keys: `fuse` writes its own loop."""
-    if not model.is_chunked:
-        return model
-    config = model.encoder.get_config()
-    copy = type(model.encoder).from_config({**config, "chunked_above": config["max_length"]})
-    copy.build()
-    for ours, theirs in zip(copy.weights, model.encoder.weights, strict=True):
-        ours.assign(theirs)
-    return model.with_encoder(copy)
+    return model.with_encoder(model.encoder.in_one_piece()) if model.is_chunked else model
 
 
 def _from_tensorflow(model):

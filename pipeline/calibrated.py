@@ -17,7 +17,7 @@ class CalibratedClassifier(keras.Model):
     logits = encoder(token_ids) + ngram_weight * ngrams(token_ids); without n-grams just the encoder's, bit for bit.
 
     Args:
-        encoder: a built `EncoderClassifier`.
+        encoder: a built `EncoderClassifier` or `EncoderEnsemble`.
         ngrams: a built `NgramScores` of its vocabulary and classes, or None.
 
     Attributes:
@@ -44,7 +44,7 @@ class CalibratedClassifier(keras.Model):
     @property
     def vocab_size(self):
         """Number of token ids."""
-        return self.encoder.embedding.input_dim
+        return self.encoder.vocab_size
 
     @property
     def is_chunked(self):

@@ -65,10 +65,10 @@ class Subject:
         return cls(config, dataset.Split.load(data_dir, "train"), labels, report)
 
     def build(self, model_config):
-        """Returns the job's model, untrained, with the sizes of a `ModelConfig`."""
+        """Returns the job's model, untrained, with the sizes of a `ModelConfig`; of several encoders one."""
         training = self.config.training
         return build_classifier(
-            model_config,
+            model_config.model_copy(update={"encoders": 1}),
             self.report["vocab_size"],
             len(self.labels),
             seed=self.config.seed,

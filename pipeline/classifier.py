@@ -8,6 +8,7 @@ from keras import ops
 
 from pipeline.config import CHUNKED_ABOVE, KEY_CHUNK
 from pipeline.contract import PAD_ID, TOKEN_IDS
+from pipeline.ensemble import EncoderEnsemble
 from pipeline.layers.attention import MultiHeadAttention, ScaledDotProductAttention, padding_mask
 from pipeline.layers.checks import check_token_ids
 from pipeline.layers.chunked_attention import ChunkedAttention
@@ -196,6 +197,21 @@ class EncoderClassifier(keras.Model):
         return LocalAttention(config["window"], num_global, config["dropout"], seed=seed, **common)
 
     @property
+    def members(self):
+        """The models whose losses are minimized: this one alone."""
+        return [self]
+
+    @property
+    def vocab_size(self):
+        """Number of token ids."""
+        return self._config["vocab_size"]
+
+    @property
+    def num_classes(self):
+        """Number of classes."""
+        return self._config["num_classes"]
+
+    @property
     def is_chunked(self):
         """True when attention is full and computed in chunks of keys."""
         return self._config["attention"] == "full" and self._config["max_length"] > self._config["chunked_above"]
@@ -264,10 +280,22 @@ class EncoderClassifier(keras.Model):
             x = layer(x, attend=attend, training=training)
         return x, token_valid
 
+    def in_one_piece(self):
+        """Returns a copy, the same but for its full attention, which is not computed in chunks."""
+        copy = type(self).from_config({**self.get_config(), "chunked_above": self._config["max_length"]})
+        copy.build()
+        for ours, theirs in zip(copy.weights, self.weights, strict=True):
+            ours.assign(theirs)
+        return copy
+
+    def features(self, token_ids, training=None):
+        """Returns what the head takes, float32 [B, D]: one normalized vector for each text."""
+        pooled = self.pooling(*self._encode(token_ids, training))
+        return self.head_dropout(self.head_norm(pooled), training=training)
+
     def call(self, token_ids, training=None):
         """Returns logits float32 [B, C] for token_ids int32 [B, T]; a text without tokens has one defined answer."""
-        pooled = self.pooling(*self._encode(token_ids, training))  # [B, D]
-        return self.head(self.head_dropout(self.head_norm(pooled), training=training))
+        return self.head(self.features(token_ids, training))
 
     def compute_output_shape(self, token_ids_shape):
         return (token_ids_shape[0], self._config["num_classes"])
@@ -280,7 +308,7 @@ class EncoderClassifier(keras.Model):
 
 
 def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="float32", recompute=False):
-    """Returns a built `EncoderClassifier` for the `[model]` section of a job.
+    """Returns a built `EncoderClassifier` for the `[model]` section of a job, an `EncoderEnsemble` of several.
 
     Args:
         model_config: a `pipeline.config.ModelConfig`.
@@ -290,12 +318,20 @@ def build_classifier(model_config, vocab_size, num_classes, seed=None, dtype="fl
         dtype: Keras dtype policy.
         recompute: `training.recompute` of a job; matters to training only.
     """
-    sizes = model_config.model_dump(exclude={"ngram_pairs"})  # they are no part of the encoder
-    # A fixed name: Keras would count the models that the process has built.
-    name, seed = "encoder_classifier", derive_seed(seed, "model")
-    model = EncoderClassifier(vocab_size, num_classes, **sizes, recompute=recompute, seed=seed, dtype=dtype, name=name)
-    model.build()
-    return model
+    sizes = model_config.model_dump(exclude={"encoders", "ngram_pairs"})  # the others are the encoder's own
+
+    def build(name, seed):
+        # Fixed names: Keras would count the models that the process has built.
+        model = EncoderClassifier(
+            vocab_size, num_classes, **sizes, recompute=recompute, seed=seed, dtype=dtype, name=name
+        )
+        model.build()
+        return model
+
+    if model_config.encoders == 1:
+        return build("encoder_classifier", derive_seed(seed, "model"))
+    members = [build(f"member_{i}", derive_seed(seed, f"model/{i}")) for i in range(model_config.encoders)]
+    return EncoderEnsemble(members, name="encoder_ensemble")
 
 
 def compile_predict(model):

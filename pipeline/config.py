@@ -114,6 +114,8 @@ class ModelConfig(_Section):
     num_experts: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: one feed-forward network for all tokens
     top_k: Positive = 2  # experts that each token goes to
     convolution: Annotated[int, Field(ge=0, le=255)] = 0  # tokens that one before the encoder layers spans; 0 = none
+    # Models side by side, each trained by itself from other initial values; the mean of their logits counts.
+    encoders: Annotated[int, Field(ge=1, le=16)] = 1
     # Pairs of neighbouring tokens that a linear model beside the encoder knows, at most; 0 = no such model.
     ngram_pairs: Annotated[int, Field(ge=0, le=1 << 24)] = 0
 

@@ -26,7 +26,7 @@ def fit_to(encoder, job, run_dir, best, stop=lambda: None):
     """Returns the `CalibratedClassifier` of an encoder that has the best weights, with everything fitted to it.
 
     Args:
-        encoder: a built `EncoderClassifier`.
+        encoder: a built `EncoderClassifier` or `EncoderEnsemble`.
         job: a `JobConfig`.
         run_dir: the run directory, with `data/`.
         best: the `pipeline.checkpoint.Checkpoint` of the encoder's weights.
@@ -47,7 +47,7 @@ def _fit(encoder, job, data_dir, stop):
         split, labels = dataset.Split.load(data_dir, "train"), dataset.load_labels(data_dir)
         counts = np.bincount(split.labels, minlength=len(labels))
         row_weights = class_weights(job.training.class_weights, labels, counts)
-        vocab_size = encoder.embedding.input_dim
+        vocab_size = encoder.vocab_size
         arrays = ngrams.fit(split, vocab_size, len(labels), job.model.ngram_pairs, row_weights, stop)
     split = dataset.Split.load(data_dir, "validation")
     plan = sequential_plan(split.lengths, job.training.batch_tokens)

@@ -46,7 +46,7 @@ class Pretraining:
         num_labels = len(dataset.load_labels(data_dir))
         with replicas.scope():
             self.encoder = build_classifier(
-                job.model,
+                job.model.model_copy(update={"encoders": 1}),  # all begin with what this one learns
                 tokenizer.vocab_size,
                 num_labels,
                 seed=job.seed,

@@ -10,6 +10,7 @@ RECIPES = {
             "case_folding": True,  # "Good" and "good" are learnt together
         },
         "model": {
+            "encoders": 3,  # each errs on other texts
             "d_model": 128,
             "num_layers": 1,  # more of them remember more and tell no more
             "num_heads": 4,
@@ -29,7 +30,6 @@ RECIPES = {
             "label_smoothing": 0.1,
             "subword_sampling": 0.5,  # other pieces of the same text in each epoch
             "token_dropout": 0.2,  # no single word decides
-            "r_drop": 1.0,  # doubles the time of a step
             "patience": 0,  # every epoch counts: the learning rate falls to 0 by the last one
         },
     },

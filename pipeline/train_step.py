@@ -122,7 +122,8 @@ class TrainStep:
             objective = loss
             if self.training.load_balancing and self.model.losses:
                 # Of this part's own tokens; it counts by the share that its rows have in the step.
-                objective += self.training.load_balancing * share * tf.add_n(self.model.losses)
+                balance = tf.add_n(self.model.losses) / len(self.model.members)
+                objective += self.training.load_balancing * share * balance
             objective *= scale
         gradients = tape.gradient(objective, self.model.trainable_variables)
         # Dense: the norm of an embedding's slices would count a token once for every place where it stands.
@@ -140,12 +141,16 @@ class TrainStep:
         return tf.reduce_sum(losses * row_weights), tf.reduce_sum(row_weights)
 
     def _row_losses(self, token_ids, *targets):
-        """Returns the objective of every row: float32 [B]."""
+        """Returns the objective of every row, the mean of all members': float32 [B]."""
+        members = self.model.members
+        return tf.add_n([self._losses_of(member, token_ids, *targets) for member in members]) / len(members)
+
+    def _losses_of(self, model, token_ids, *targets):
         if not self.training.r_drop:
-            return self._cross_entropies(self.model(token_ids, training=True), *targets)
+            return self._cross_entropies(model(token_ids, training=True), *targets)
         # R-Drop (Liang et al. 2021): the same rows twice, each time with other dropout; half of the paper's objective,
         # which adds the two cross-entropies up.
-        twice = self.model(tf.concat([token_ids, token_ids], 0), training=True)  # [2B, C]
+        twice = model(tf.concat([token_ids, token_ids], 0), training=True)  # [2B, C]
         losses = self._cross_entropies(twice, *(tf.concat([target, target], 0) for target in targets))
         difference = symmetric_divergence(*tf.split(twice, 2))
         return tf.add_n(tf.split(losses, 2)) / 2.0 + self.training.r_drop / 4.0 * difference

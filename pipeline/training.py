@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from pipeline import checkpoint, dataset, teachers
 from pipeline.batches import sequential_plan
-from pipeline.classification import Classification
 from pipeline.calibrated import predict_parts
+from pipeline.classification import Classification
 from pipeline.classifier import build_classifier
 from pipeline.config import JobConfig
 from pipeline.contract import TOKENIZER_MODEL

@@ -32,6 +32,7 @@ OPTIONS = {
     "local_alibi": {"attention": "local_global", "window": 3, "position": "alibi", "pooling": "cls"},
     "linear": {"attention": "linear"},
     "convolution": {"convolution": 3},
+    "encoders": {"encoders": 3},
     "together": {
         "num_layers": 2,
         "position": "rope",
@@ -115,7 +116,7 @@ def expected_ngram_scores(weights, token_ids):
     return np.stack(scores)
 
 
-def weights_of(model):
+def _weights_of(model):
     """Returns path below the model's name -> float64 array."""
     return {v.path.partition("/")[2]: v.numpy().astype(np.float64) for v in model.trainable_weights}
 
@@ -132,9 +133,10 @@ def make_ids(vocab_size, shapes=((1, 1), (2, 4), (5, 12), (3, 7)), seed=0):
     return batches
 
 
-def expected_logits(config, weights, token_ids):
-    """Returns float64 [B, C]; each text is computed alone and without padding."""
-    return np.stack([_logits(config, weights, row[row != 0]) for row in token_ids])
+def expected_logits(config, model, token_ids):
+    """Returns float64 [B, C], the mean over encoders; each text is computed alone and without padding."""
+    weights = [_weights_of(member) for member in model.members]
+    return np.stack([np.mean([_logits(config, w, row[row != 0]) for w in weights], axis=0) for row in token_ids])
 
 
 def _logits(config, weights, tokens):

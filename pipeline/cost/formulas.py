@@ -42,9 +42,10 @@ def parameters(model, vocab_size, num_classes):
         "feed-forward": layers * (experts * network + size * experts + experts if experts else network),
         "normalization": (2 * layers + 1 + (model.convolution > 0)) * 2 * size,
         "head": size * num_classes + num_classes,
-        NGRAMS: _ngrams(model, vocab_size, num_classes),
     }
-    return {name: count for name, count in parts.items() if count}
+    of_encoders = {name: count * model.encoders for name, count in parts.items()}
+    counts = {**of_encoders, NGRAMS: _ngrams(model, vocab_size, num_classes)}
+    return {name: count for name, count in counts.items() if count}
 
 
 def multiply_adds(model, length, num_classes):
@@ -65,25 +66,26 @@ def multiply_adds(model, length, num_classes):
         attention = layers * positions * size * (2 * size // model.num_heads + 1)
     else:
         # Scores and contexts; each element of the matrices takes H multiply-adds, twice.
-        attention = 2 * attention_elements(model, length) * (size // model.num_heads)
+        attention = 2 * layers * _layer_elements(model, length) * (size // model.num_heads)
     parts = {
         "convolution": length * model.convolution * size * size,
         "projections": layers * positions * (2 * size * size + 2 * size * _key_size(model)),
         "attention": attention,
         "feed-forward": layers * positions * (matrices * size * model.d_ff + size * model.num_experts),
         "head": size * num_classes,
-        **({NGRAMS: 2 * length * num_classes} if model.ngram_pairs else {}),
     }
-    return {name: count for name, count in parts.items() if count}
+    counts = {name: count * model.encoders for name, count in parts.items()}
+    counts[NGRAMS] = 2 * length * num_classes if model.ngram_pairs else 0
+    return {name: count for name, count in counts.items() if count}
 
 
 def attention_elements(model, length):
-    """Returns how many scores one text's attention has, of all heads and layers; full attention: L N T^2.
+    """Returns how many scores one text's attention has, of all encoders, layers and heads; full attention: L N T^2.
 
     Local attention compares blocks of `window` queries with three blocks of keys; local_global each query with the
     global tokens, too, and those with every token. Linear attention (Katharopoulos et al. 2020) has no scores.
     """
-    return model.num_layers * _layer_elements(model, length)
+    return model.encoders * model.num_layers * _layer_elements(model, length)
 
 
 def batch_rows(training, length):
@@ -133,14 +135,15 @@ def activation_memory(model, training, length):
         "feed-forward": hidden * (activated * _FLOAT32 + c) + n * size * (_FLOAT32 + c) * _experts(model),
         "dropout masks": _FLOAT32 * sum(masks) if model.dropout else 0,
     }
+    encoders = model.encoders
     if training.recompute:
-        kept = {"inputs of layers": layers * n * size * _FLOAT32, **layer}
+        kept = {"inputs of layers": encoders * layers * n * size * _FLOAT32, **layer}
     else:
-        kept = {name: layers * bytes_ for name, bytes_ in layer.items()}
+        kept = {name: encoders * layers * bytes_ for name, bytes_ in layer.items()}
     if model.convolution:
-        kept["convolution"] = n * size * (model.convolution * c + _FLOAT32)
+        kept["convolution"] = encoders * n * size * (model.convolution * c + _FLOAT32)
     if model.pooling == "max":
-        kept["pooling"] = n * size * _FLOAT32
+        kept["pooling"] = encoders * n * size * _FLOAT32
     return {name: bytes_ for name, bytes_ in kept.items() if bytes_}
 
 

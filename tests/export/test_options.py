@@ -137,8 +137,9 @@ def test_a_wrong_id_has_no_answer_on_a_gpu_either(directory, tokenizer, name):
     """A GPU reads zeros there and goes on: its answer for this text is NaN."""
     model = onnx.load(directory / f"{name}.float32.onnx")
     ids = {i.name for i in model.graph.initializer}
-    gather = next(n for n in model.graph.node if n.op_type == "Gather" and n.input[0] in ids)
-    gather.input[1] = next(n.output[0] for n in model.graph.node if n.op_type == "Clip")
+    guarded = next(n.input[1] for n in model.graph.node if n.op_type == "Gather" and n.input[0] in ids)
+    for gather in (n for n in model.graph.node if n.op_type == "Gather" and n.input[1] == guarded):
+        gather.input[1] = next(n.output[0] for n in model.graph.node if n.op_type == "Clip")
     onnx.save(model, directory / "as_on_gpu.onnx")
     token_ids = np.array([[3, 7, 0], [3, tokenizer.vocab_size, 0], [-1, 3, 4], [0, 0, 0]], np.int32)
     for output in ("logits", "probabilities"):

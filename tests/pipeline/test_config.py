@@ -47,6 +47,7 @@ global_tokens = 1
 num_experts = 0
 top_k = 2
 convolution = 0
+encoders = 1
 ngram_pairs = 0
 [training]
 recipe = "reference"

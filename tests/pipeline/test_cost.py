@@ -47,6 +47,7 @@ OPTIONS = [
     {"num_kv_heads": 1},
     {"num_kv_heads": 2, "pooling": "cls"},
     {"convolution": 3, "pooling": "cls"},
+    {"encoders": 2},
 ]
 NGRAMS = {"ngram_pairs": 16}
 BY_FORMULA = [  # their products are in blocks and loops
@@ -62,7 +63,7 @@ def test_parameters_are_the_built_models(keys):
     found, model = formulas.parameters(model_of(**keys), V, C), built(model_of(**keys))
     weights = model.trainable_variables + (model.ngrams.weights if keys == NGRAMS else [])
     assert total(found) == sum(int(np.prod(v.shape)) for v in weights)
-    assert found["embedding"] == V * 8 and all(found.values())
+    assert found["embedding"] == V * 8 * keys.get("encoders", 1) and all(found.values())
 
 
 @pytest.mark.parametrize("keys", OPTIONS, ids=str)

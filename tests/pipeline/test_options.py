@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from pipeline.classifier import build_classifier, compile_predict
-from tests.options import OPTIONS, SIZES, build, config_of, expected_logits, make_ids, weights_of
+from tests.options import OPTIONS, SIZES, build, config_of, expected_logits, make_ids
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY, CLASSES = 40, 3
@@ -33,7 +33,7 @@ def models():
 def test_equals_numpy(models, name):
     model = models[name]
     for token_ids in make_ids(VOCABULARY):
-        expected = expected_logits(config_of(name), weights_of(model), token_ids)
+        expected = expected_logits(config_of(name), model, token_ids)
         np.testing.assert_allclose(model(token_ids), expected, atol=2e-5, rtol=1e-5)
 
 
@@ -55,9 +55,10 @@ def test_padding_changes_nothing(name, policy):
     token_ids = make_ids(VOCABULARY)[2]
     before = np.asarray(model(token_ids))
     atol = 1e-5 if policy == "float32" else POLICIES[policy]
-    table = model.embedding.embeddings.numpy()
-    table[0] = np.random.default_rng(2).normal(0.0, 100.0, size=table[0].shape)
-    model.embedding.embeddings.assign(table)
+    for member in model.members:
+        table = member.embedding.embeddings.numpy()
+        table[0] = np.random.default_rng(2).normal(0.0, 100.0, size=table[0].shape)
+        member.embedding.embeddings.assign(table)
     predict = compile_predict(model)
     for added in (0, 5, 60):
         padded = np.pad(token_ids, [(0, 0), (0, added)])
