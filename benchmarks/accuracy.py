@@ -9,7 +9,7 @@ is chosen on validation, and the test rows are looked at once. Figures are those
 again with the same --work to go on where it ended; a run whose settings have changed is refused.
 
 Prints one JSON object, and before it a table on stderr. Latencies are of one text of the set's median length on one
-thread: the published file over the same encoder without convolution and n-grams, and over the reference model, medians
+thread: the published file over one encoder without convolution and n-grams, and over the reference model, medians
 of rounds in which they take turns.
 """
 
@@ -42,7 +42,7 @@ FASTTEXT = {
     "thucnews_titles_small": 84.3,
     "sms_spam": 98.9,
 }
-PLAIN = {"convolution": 0, "ngram_pairs": 0}
+PLAIN = {"encoders": 1, "convolution": 0, "ngram_pairs": 0}
 CONVERT = """
 import json, sys
 from pipeline.runtime import start_tensorflow
