@@ -196,10 +196,9 @@ class EncoderClassifier(keras.Model):
         num_global = config["global_tokens"] if config["attention"] == "local_global" else 0
         return LocalAttention(config["window"], num_global, config["dropout"], seed=seed, **common)
 
-    @property
     def members(self):
-        """The models whose losses are minimized: this one alone."""
-        return [self]
+        """Returns the models whose own losses are minimized: this one alone."""
+        return [self]  # no property: Keras follows those when it saves a model
 
     @property
     def vocab_size(self):

@@ -122,7 +122,7 @@ class TrainStep:
             objective = loss
             if self.training.load_balancing and self.model.losses:
                 # Of this part's own tokens; it counts by the share that its rows have in the step.
-                balance = tf.add_n(self.model.losses) / len(self.model.members)
+                balance = tf.add_n(self.model.losses) / len(self.model.members())
                 objective += self.training.load_balancing * share * balance
             objective *= scale
         gradients = tape.gradient(objective, self.model.trainable_variables)
@@ -142,7 +142,7 @@ class TrainStep:
 
     def _row_losses(self, token_ids, *targets):
         """Returns the objective of every row, the mean of all members': float32 [B]."""
-        members = self.model.members
+        members = self.model.members()
         return tf.add_n([self._losses_of(member, token_ids, *targets) for member in members]) / len(members)
 
     def _losses_of(self, model, token_ids, *targets):

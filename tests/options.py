@@ -135,7 +135,7 @@ def make_ids(vocab_size, shapes=((1, 1), (2, 4), (5, 12), (3, 7)), seed=0):
 
 def expected_logits(config, model, token_ids):
     """Returns float64 [B, C], the mean over encoders; each text is computed alone and without padding."""
-    weights = [_weights_of(member) for member in model.members]
+    weights = [_weights_of(member) for member in model.members()]
     return np.stack([np.mean([_logits(config, w, row[row != 0]) for w in weights], axis=0) for row in token_ids])
 
 

@@ -55,7 +55,7 @@ def test_padding_changes_nothing(name, policy):
     token_ids = make_ids(VOCABULARY)[2]
     before = np.asarray(model(token_ids))
     atol = 1e-5 if policy == "float32" else POLICIES[policy]
-    for member in model.members:
+    for member in model.members():
         table = member.embedding.embeddings.numpy()
         table[0] = np.random.default_rng(2).normal(0.0, 100.0, size=table[0].shape)
         member.embedding.embeddings.assign(table)

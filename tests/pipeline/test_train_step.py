@@ -286,3 +286,27 @@ def test_the_balance_is_scaled_with_the_loss_in_float16():
     train_step = make(EXPERTS, load_balancing=0.5, precision="mixed_float16", clip_norm=1e6)
     _, norm = train_step([BATCH], RATE)
     assert norm == pytest.approx(global_norm(gradients), rel=0.02)
+
+
+def test_each_encoder_is_trained_by_its_own_loss():
+    several = make(SIZES.model_copy(update={"encoders": 3}), clip_norm=100.0, r_drop=1.0)
+    members = several.model.members()
+    assert len({m.embedding.embeddings.numpy().tobytes() for m in members}) == 3
+    losses, gradients = [], []
+    for member in members:
+        with tf.GradientTape() as tape:
+            row_losses = tf.nn.sparse_softmax_cross_entropy_with_logits(BATCH[1], member(BATCH[0], training=True))
+            loss = tf.reduce_mean(row_losses)
+        losses.append(float(loss))
+        gradients += [tf.convert_to_tensor(g).numpy() / 3 for g in tape.gradient(loss, member.trainable_variables)]
+    loss, _ = several([BATCH], RATE)
+    assert loss == pytest.approx(np.mean(losses), rel=1e-6)  # without dropout R-Drop has nothing to add
+    assert_all_close(gradients_of(several), gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_several_encoders_answer_with_the_mean_of_their_logits():
+    model = build_classifier(SIZES.model_copy(update={"encoders": 3}), 20, 3, seed=1)
+    for i, member in enumerate(model.members()):
+        member.head.bias.assign([0.1 * i, 0.0, 0.3])
+    expected = np.mean([np.asarray(member(BATCH[0]), np.float64) for member in model.members()], axis=0)
+    np.testing.assert_allclose(model(BATCH[0]), expected, rtol=0, atol=1e-6)

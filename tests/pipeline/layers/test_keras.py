@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from pipeline.classifier import EncoderClassifier, build_classifier
 from pipeline.config import ModelConfig
+from pipeline.ensemble import EncoderEnsemble
 from pipeline.layers import (
     ChunkedAttention,
     FirstPooling,
@@ -129,6 +130,10 @@ CASES = {
         lambda **k: EncoderClassifier(20, 3, SIZE, 2, 12, 2, 0.1, 0.2, LENGTH, seed=5, **k),
         [((None,), "int32")],
     ),
+    "ensemble": (
+        lambda **k: EncoderEnsemble([EncoderClassifier(20, 3, SIZE, 2, 12, 1, seed=i, **k) for i in (5, 6)], **k),
+        [((None,), "int32")],
+    ),
 }
 every_layer = pytest.mark.parametrize("name", CASES)
 
@@ -157,7 +162,7 @@ def test_get_config_round_trip(name):
     json.dumps(config)
     again = type(layer).from_config(config)
     assert again.get_config() == config
-    policy = "float32" if name == "norm" else "mixed_bfloat16"  # whatever is asked for
+    policy = "float32" if name in ("norm", "ensemble") else "mixed_bfloat16"  # whatever is asked for
     assert (again.name, again.dtype_policy.name) == ("tested", policy)
     if "__init__" in vars(type(layer)):  # not Keras's own
         arguments = set(inspect.signature(type(layer).__init__).parameters) - {"self", "kwargs", "args"}
