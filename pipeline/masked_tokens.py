@@ -33,6 +33,10 @@ class MaskedTokenModel(keras.Model):
         self.bias = self.add_weight(shape=(vocab_size,), initializer="zeros", dtype="float32", name="bias")
         self.built = True
 
+    def members(self):
+        """Returns the models whose own losses are minimized: this one alone."""
+        return [self]
+
     def call(self, token_ids, counts, training=None):
         """Returns logits float32 [M, V], one row for each of the M true positions of the loss mask, row after row.
 
