@@ -39,6 +39,9 @@ OPTIONS = {  # name -> (keys of [model], keys of [training])
     "local_global": ({"attention": "local_global"}, {}),
     "linear": ({"attention": "linear"}, {}),
     "num_experts=4": ({"num_experts": 4}, {}),
+    "convolution=3": ({"convolution": 3}, {}),
+    "encoders=3": ({"encoders": 3}, {}),
+    "ngram_pairs=131072": ({"ngram_pairs": 131072}, {}),
     "recompute": ({}, {"recompute": True}),
 }
 
@@ -95,27 +98,30 @@ class Contender:
         import onnxruntime as ort
 
         from export.onnx_graph import convert, make_metadata
-        from pipeline.calibrated import CalibratedClassifier
-        from pipeline.classifier import build_classifier
+        from pipeline.calibrated import build_calibrated
         from pipeline.config import ModelConfig, TrainingConfig
         from pipeline.train_step import TrainStep
 
         config, training = ModelConfig(**sizes, max_length=length), TrainingConfig(**training)
-        model = build_classifier(config, VOCABULARY, CLASSES, seed=1, recompute=training.recompute)
+        calibrated = build_calibrated(config, VOCABULARY, CLASSES, seed=1, recompute=training.recompute)
+        model, fitted = calibrated.encoder, []
+        if calibrated.ngrams is not None:
+            calibrated.ngram_weight.assign(1.0)  # at 0, as before anything is fitted, they could be left out
+            fitted = calibrated.ngrams.weights
         rng = np.random.default_rng(0)
         self._batch = (
             rng.integers(2, VOCABULARY, (BATCH_TOKENS // length, length)).astype(np.int32),
             rng.integers(0, CLASSES, BATCH_TOKENS // length).astype(np.int32),
         )
         metadata = make_metadata("benchmark", 1, ["a", "b"], length, "")
-        onnx.save(convert(CalibratedClassifier(model), 20, metadata), path)
+        onnx.save(convert(calibrated, 20, metadata), path)
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self._text = self._batch[0][:1]
         found = self._session.run(["logits"], {"token_ids": self._text})[0]
-        np.testing.assert_allclose(found, model(self._text), atol=1e-4, rtol=1e-4)
-        self.parameters = sum(w.shape.num_elements() for w in model.trainable_weights)
+        np.testing.assert_allclose(found, calibrated(self._text), atol=1e-4, rtol=1e-4)
+        self.parameters = sum(w.shape.num_elements() for w in [*model.trainable_weights, *fitted])
         self._step = TrainStep(model, training, np.ones(CLASSES))
 
     def step(self):

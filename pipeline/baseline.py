@@ -1,6 +1,6 @@
-"""The linear baseline: TF-IDF and a linear support vector machine on the same split, to compare the encoder with.
+"""The linear baseline: TF-IDF and a linear support vector machine on the same split, to compare the model with.
 
-It is strong where texts are few (Wang & Manning 2012, "Baselines and Bigrams") and takes seconds: an encoder that is
+It is strong where texts are few (Wang & Manning 2012, "Baselines and Bigrams") and takes seconds: a model that is
 not better has not earned its place.
 """
 
@@ -56,7 +56,7 @@ def compare(data_dir, predicted, stop=lambda: None):
     chosen = choose_rows(lengths, len(np.unique(train)))
     stop()
     texts = list(itertools.compress(dataset.iterate_texts(data_dir, "train"), chosen))
-    features, answers = predict(texts, train[chosen], dataset.load_texts(data_dir, "test"), stop)
+    features, answers = fit_and_predict(texts, train[chosen], dataset.load_texts(data_dir, "test"), stop)
     accuracy = float((answers == test).mean())
     difference = float((predicted == test).mean()) - accuracy
     tested = mcnemar(predicted == test, answers == test)
@@ -104,7 +104,7 @@ def choose_features(texts):
     return WORDS if words > unspaced else CHARACTERS
 
 
-def predict(texts, labels, test_texts, stop=lambda: None):
+def fit_and_predict(texts, labels, test_texts, stop=lambda: None):
     """Returns (WORDS or CHARACTERS, int [N] label index for each test text); equal arguments give equal answers.
 
     Args:

@@ -356,7 +356,9 @@ def load_job(path, overrides=()):
         return JobConfig.model_validate(whole)
     except pydantic.ValidationError as e:
         message = _describe(e.errors())
-        if whole != values and e.errors()[0]["type"] == "value_error":  # two keys that do not go together
+        by_recipe = [section for section in whole if whole[section] != values.get(section)]
+        # Two keys that do not go together, of which the job need not have set both.
+        if e.errors()[0]["type"] == "value_error" and any(f"{section}." in message for section in by_recipe):
             message += f" {_RECIPE_HINT.format(values['training']['recipe'])}"
         raise JobError(f"job file {path}: {message}") from e
 

@@ -171,16 +171,15 @@ class Job:
             report = self._measure()
         if self.config.baseline.enabled and "baseline" not in report:
             report = self._compare_with_baseline(report)
-        gate, test = self.gatekeeper.ask_about_model(report), report["test"]
-        errors = " -> ".join(f"{report['calibration']['test'][when]:.4f}" for when in ("before", "after"))
-        self.console.note(
-            f"test: accuracy {test['accuracy']:.4f}, macro-F1 {test['macro_f1']:.4f}, loss {test['loss']:.4f}, "
-            f"calibration error {errors}; gate {summary.describe_gate(gate)}"
-        )
+        self.console.note(f"test: {summary.describe_test(report)}")  # before the gate, which may refuse
         if baseline := report.get("baseline"):
             self.console.note(f"baseline: {summary.describe_baseline(baseline)}")
             if shortfall := summary.describe_shortfall(baseline):
                 self.console.warn(shortfall)
+        if limit := summary.describe_limit(report["calibration"]):
+            self.console.warn(limit)
+        gate = self.gatekeeper.ask_about_model(report)
+        self.console.note(f"gate {summary.describe_gate(gate)}")
 
     def export(self):
         """Builds and verifies the candidate version."""
@@ -446,7 +445,7 @@ class Job:
         from pipeline.classifier import compile_predict
         from pipeline.training import load_best
 
-        predict = compile_predict(load_best(self.config, self.run_dir, self.train_key))
+        predict = compile_predict(load_best(self.config, self.run_dir, self.train_key, self.stop))
         split = dataset.Split.load(self.data_dir, "test")
         plan = sequential_plan(split.lengths, self.config.training.batch_tokens)
         predicted = evaluation.predict_logits(predict, split, plan, self.stop).argmax(axis=1)

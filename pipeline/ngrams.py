@@ -173,6 +173,8 @@ def _sample(split):
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(split))
     fitting = np.searchsorted(np.cumsum(split.lengths[order]), MAX_TOKENS, side="right")
     return np.sort(order[: max(1, fitting)])
+
+
 def _fitted(features, labels, row_weights, stop):
     """Fits in a thread, in which LIBLINEAR lets go of Python: a signal's handler can run meanwhile."""
     import sklearn.exceptions

@@ -1,5 +1,6 @@
 """What a job came to, in lines for people."""
 
+from pipeline.calibration import TEMPERATURES
 from pipeline.contract import ONNX_FILES, ONNX_TEXT, Manifest
 
 
@@ -47,6 +48,28 @@ def describe_gate(gate):
     return f"passed ({'; '.join([value, *limit, *live, *baseline, *notes])})"
 
 
+def describe_test(report):
+    """Returns the test figures of an evaluation report; with n-grams also what each part answers alone."""
+    test = report["test"]
+    errors = " -> ".join(f"{report['calibration']['test'][when]:.4f}" for when in ("before", "after"))
+    parts = ", ".join(f"{name} alone {accuracy:.4f}" for name, accuracy in report.get("parts", {}).items())
+    return (
+        f"accuracy {test['accuracy']:.4f}{f' ({parts})' if parts else ''}, macro-F1 {test['macro_f1']:.4f}, "
+        f"loss {test['loss']:.4f}, calibration error {errors}"
+    )
+
+
+def describe_limit(calibration):
+    """Returns the warning about a temperature that went as far as it may, "" for any other."""
+    temperature = calibration["temperature"]
+    if min(TEMPERATURES) < temperature < max(TEMPERATURES):
+        return ""
+    return (
+        f"the temperature that makes logits into probabilities is at its limit, {temperature:g}: on validation the "
+        "encoder's answers say little of how sure it is; give it more validation rows, or more training.epochs"
+    )
+
+
 def describe_baseline(baseline):
     """Returns the figures of `pipeline.baseline.compare` and how ours differ from them."""
     rows, fitted = baseline["train_rows"], baseline["fitted_rows"]
@@ -58,13 +81,13 @@ def describe_baseline(baseline):
 
 
 def describe_shortfall(baseline):
-    """Returns the warning about an encoder that is not better than the baseline, "" for one that is."""
+    """Returns the warning about a model that is not better than the baseline, "" for one that is."""
     if baseline["better"]:
         return ""
     how = "worse than" if baseline["difference"] < 0 else "no better than"
     accuracy = baseline["accuracy"]
     return (
-        f"the encoder is {how} TF-IDF of {baseline['features']} and a linear SVM on the test rows: accuracy "
+        f"the model is {how} TF-IDF of {baseline['features']} and a linear SVM on the test rows: accuracy "
         f"{accuracy + baseline['difference']:.4f} against {accuracy:.4f} ({_describe_p_value(baseline)}); see "
         "training.recipe"
     )

@@ -48,7 +48,7 @@ class Between:
     high: float
     log: bool = False
 
-    def distribution(self, own, accepts):
+    def distribution(self, own, _):
         return FloatDistribution(min(self.low, own), max(self.high, own), log=self.log)
 
 
@@ -58,7 +58,7 @@ class OneOf:
 
     values: tuple
 
-    def distribution(self, own, accepts):
+    def distribution(self, own, _):
         return CategoricalDistribution(sorted({*self.values, own}))
 
 

@@ -194,7 +194,7 @@ def test_summary_names_what_was_made(published, resumed):
     baseline = describe_baseline(published.report["baseline"])
     assert lines["baseline"].strip() == baseline
     assert f"\nbaseline: {baseline}\n" in resumed[3].stderr
-    assert ("\nwarning: the encoder is " in resumed[3].stderr) is not published.report["baseline"]["better"]
+    assert ("\nwarning: the model is " in resumed[3].stderr) is not published.report["baseline"]["better"]
 
 
 def test_second_run_does_nothing_and_needs_no_tensorflow(published):

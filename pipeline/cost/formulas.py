@@ -14,7 +14,7 @@ _FLOAT32 = 4  # bytes
 # Of `pipeline.layers.dropout` on a CPU: a mask of up to this many values is a view of its rate's table, which has twice
 # as many; a longer one is a tensor.
 MASK_WINDOW = 1 << 23
-NGRAMS = "n-grams"
+NGRAMS = "n-grams at most"
 
 
 def parameters(model, vocab_size, num_classes):

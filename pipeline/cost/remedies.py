@@ -23,10 +23,17 @@ class Sizes:
 
     @classmethod
     def of(cls, config):
-        """Returns those of a job, whose data need not be prepared: a trained tokenizer has just the size asked for."""
-        model_file = config.tokenizer.model_file
-        vocab_size = Tokenizer.load(model_file).vocab_size if model_file else config.tokenizer.vocab_size
-        report = read_record(config.run_dir / "data" / dataset.REPORT, "splits")
+        """Returns those of a job, whose data need not be prepared.
+
+        A trained tokenizer has just the size asked for; without `hard_vocab_limit` only the data tell.
+        """
+        tokenizer = config.tokenizer
+        report = read_record(config.run_dir / "data" / dataset.REPORT, "splits", "vocab_size")
+        vocab_size = tokenizer.vocab_size
+        if tokenizer.model_file:
+            vocab_size = Tokenizer.load(tokenizer.model_file).vocab_size
+        elif report and not tokenizer.hard_vocab_limit:
+            vocab_size = report["vocab_size"]
         num_classes = len(report["splits"]["train"]["labels"]) if report else _ASSUMED_CLASSES
         return cls(config, vocab_size, num_classes, report is not None)
 

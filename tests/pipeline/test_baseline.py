@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline import baseline
-from pipeline.baseline import CHARACTERS, WORDS, choose_features, choose_rows, compare, mcnemar, predict
+from pipeline.baseline import CHARACTERS, WORDS, choose_features, choose_rows, compare, fit_and_predict, mcnemar
 from pipeline.errors import Interrupted
 
 ENGLISH = ["the film was good", "a dull plot", "I would see it again", "dreadful"]
@@ -52,10 +52,10 @@ def test_words_are_whole_in_every_script():
     ],
 )
 def test_predictions(texts, labels, test_texts, expected):
-    _, found = predict(texts, np.array(labels, np.int32), test_texts)
+    _, found = fit_and_predict(texts, np.array(labels, np.int32), test_texts)
     assert [a for a, b in zip(found, expected, strict=True) if b is not None] == [b for b in expected if b is not None]
     assert set(found) <= set(labels)
-    np.testing.assert_array_equal(predict(texts, np.array(labels, np.int32), test_texts)[1], found)
+    np.testing.assert_array_equal(fit_and_predict(texts, np.array(labels, np.int32), test_texts)[1], found)
 
 
 def test_rows_to_fit_on_are_a_fixed_sample(monkeypatch):

@@ -275,7 +275,7 @@ def test_what_one_option_cannot_do_several_do(sizes):
 def test_ngrams_cost_answers_and_no_training_step(sizes):
     beside = sizes.changed({"model": {"ngram_pairs": 1000}})
     values = (sizes.vocab_size + 1000) * (sizes.num_classes + 1) + sizes.num_classes + 8192
-    assert beside.parameters == {**sizes.parameters, "n-grams": values}
+    assert beside.parameters == {**sizes.parameters, "n-grams at most": values}
     assert beside.multiply_adds(16) == sizes.multiply_adds(16) + 2 * 16 * sizes.num_classes
     assert beside.inference_memory(16) == sizes.inference_memory(16) + 4 * values
     assert beside.training_memory(16) == sizes.training_memory(16)
