@@ -331,9 +331,12 @@ def test_classes_are_those_of_the_prepared_data(sizes):
     assert (sizes.num_classes, sizes.is_prepared) == (2, False)
     labels = {"a": 1, "b": 1, "c": 1}
     (sizes.config.run_dir / "data").mkdir(parents=True)
-    write_json(sizes.config.run_dir / "data" / "report.json", {"splits": {"train": {"labels": labels}}})
+    report = {"vocab_size": 9, "splits": {"train": {"labels": labels}}}
+    write_json(sizes.config.run_dir / "data" / "report.json", report)
     prepared = Sizes.of(sizes.config)
-    assert (prepared.num_classes, prepared.is_prepared) == (3, True)
+    assert (prepared.num_classes, prepared.is_prepared, prepared.vocab_size) == (3, True, sizes.vocab_size)
+    of_any_size = sizes.config.tokenizer.model_copy(update={"hard_vocab_limit": False})
+    assert Sizes.of(sizes.config.model_copy(update={"tokenizer": of_any_size})).vocab_size == 9
 
 
 def measured(growth, answer_ms, peak):
