@@ -113,7 +113,7 @@ def test_keys_of_later_versions_are_ignored(version_dir):
     assert Manifest.read(version_dir).name == "t"
 
 
-_OPTIONAL = {"graphs", "label_counts", "calibration", "forced", "republished"}
+_OPTIONAL = {"graphs", "label_counts", "calibration", "baseline", "forced", "republished"}
 
 
 @pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(Manifest) if f.name not in _OPTIONAL])
