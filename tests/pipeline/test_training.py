@@ -357,7 +357,8 @@ def test_a_student_goes_on_with_the_answers_it_began_with(whole, data_dir, tmp_p
     assert_same_run(runs[1], runs[0])
 
     split = dataset.Split.load(data_dir, "train")
-    logits = np.asarray(training.load_best(job, run_dir, KEY)(split.token_ids(np.arange(len(split)))))
+    teacher = training.load_best(job, run_dir, KEY)
+    logits = np.asarray(teacher(split.token_ids(np.arange(len(split))))) / teacher.temperature.numpy()
     expected = (evaluation.softmax(logits) + [0.75, 0.25]) / 2
     found = np.load(runs[0] / "soft_labels" / "probabilities.npy")
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
