@@ -11,9 +11,10 @@ from export.onnx_graph import _in_one_piece, convert, make_metadata
 from export.onnx_text import build_text_graph
 from export.quantize import quantize_int8
 from export.verify import FLOAT16_TOLERANCE
-from pipeline.calibrated import CalibratedClassifier, add_ngrams
+from pipeline.calibrated import CalibratedClassifier
 from pipeline.classifier import build_classifier
 from pipeline.config import ModelConfig
+from pipeline.layers import NgramScores
 from pipeline.text import train_tokenizer
 from tests.jobs import VOCAB_SIZE, make_rows, run_python
 from tests.options import make_ngram_weights
@@ -102,8 +103,7 @@ def test_the_text_graph_of_a_long_model(tmp_path):
 
 
 def test_the_copy_in_one_piece_keeps_what_was_fitted():
-    model = add_ngrams(build("reference"), 8)
-    model.ngrams.set_weights(make_ngram_weights(VOCAB_SIZE, 3, 8))
+    model = CalibratedClassifier(build("reference"), NgramScores.of(make_ngram_weights(VOCAB_SIZE, 3, 500)))
     model.ngram_weight.assign(1.5)
     model.temperature.assign(0.7)
     copy = _in_one_piece(model)
