@@ -1,4 +1,4 @@
-"""The weight of the n-grams and the temperature, fitted to the answers on validation."""
+"""The weights of the n-grams and the temperature, fitted to the answers on validation."""
 
 import numpy as np
 
@@ -10,11 +10,11 @@ MAX_WEIGHT = 20.0  # of the n-grams' scores over the temperature: scores are a s
 
 
 def fit(encoder_logits, ngram_scores, gold):
-    """Returns (ngram_weight >= 0, temperature > 0) of least negative log-likelihood on validation.
+    """Returns (weights of the n-grams' scores >= 0, temperature > 0) of least negative log-likelihood on validation.
 
-    Temperature scaling is Guo et al. 2017, section 4.2. Of p = softmax(a * encoder + b * ngrams) the negative
-    log-likelihood is convex in (a, b), so there is one optimum, and it does not matter where the search starts; the
-    temperature is 1 / a, the weight b / a.
+    Temperature scaling is Guo et al. 2017, section 4.2. Of p = softmax(a * encoder + b * ngrams + ...) the negative
+    log-likelihood is convex in (a, b, ...), so there is one optimum, and it does not matter where the search starts;
+    the temperature is 1 / a, a weight b / a.
 
     Were all answers right, it would fall without end as a and b grow. Therefore the targets are those of Laplace's rule
     of succession, as in Platt 1999, section 2.2: after N of N right answers the next is right with a chance of
@@ -22,19 +22,19 @@ def fit(encoder_logits, ngram_scores, gold):
 
     Args:
         encoder_logits: float [N, C], N > 0.
-        ngram_scores: float [N, C], or None without n-grams; their weight is 0 then.
+        ngram_scores: a list of float [N, C], one for each weight; it may be empty.
         gold: int [N], index of the right label.
 
     Returns:
-        Two floats that float32 holds exactly. With one class there is nothing to fit: 0 and 1.
+        (float64 array of a weight for each of `ngram_scores`, a float that float32 holds exactly). With one class there
+        is nothing to fit: 0 and 1.
     """
     import scipy.optimize
 
     rows, classes = encoder_logits.shape
     if classes == 1:
-        return 0.0, 1.0
-    parts = [encoder_logits] if ngram_scores is None else [encoder_logits, ngram_scores]
-    parts = np.stack(parts).astype(np.float64)  # [1 or 2, N, C]
+        return np.zeros(len(ngram_scores)), 1.0
+    parts = np.stack([encoder_logits, *ngram_scores]).astype(np.float64)  # [parts, N, C]
     targets = np.full((rows, classes), 1 / ((rows + 2) * (classes - 1)))
     targets[np.arange(rows), gold] = (rows + 1) / (rows + 2)
 
@@ -45,10 +45,9 @@ def fit(encoder_logits, ngram_scores, gold):
         log_sum = np.log(np.exp(logits - top).sum(axis=1, keepdims=True)) + top
         return (targets * (log_sum - logits)).sum(axis=1).mean(), (parts * (p - targets)).sum(axis=2).mean(axis=1)
 
-    bounds = [(1 / TEMPERATURES[1], 1 / TEMPERATURES[0]), (0.0, MAX_WEIGHT)][: len(parts)]
+    bounds = [(1 / TEMPERATURES[1], 1 / TEMPERATURES[0])] + [(0.0, MAX_WEIGHT)] * len(ngram_scores)
     start = np.ones(len(parts))
     found = scipy.optimize.minimize(
         loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"ftol": 1e-12, "gtol": 1e-8}
     ).x
-    weight = found[1] / found[0] if len(parts) == 2 else 0.0
-    return float(np.float32(weight)), float(np.float32(1 / found[0]))
+    return found[1:] / found[0], float(np.float32(1 / found[0]))

@@ -12,14 +12,18 @@ import numpy as np
 
 from pipeline import calibration, dataset, ngrams
 from pipeline.batches import sequential_plan
-from pipeline.calibrated import CalibratedClassifier, predict_parts
+from pipeline.calibrated import CalibratedClassifier
+from pipeline.classifier import compile_predict
 from pipeline.config import fingerprint
+from pipeline.contract import TOKENIZER_MODEL
+from pipeline.evaluation import predict_logits
 from pipeline.files import write_atomic
 from pipeline.layers.ngrams import NgramScores
 from pipeline.losses import class_weights
+from pipeline.text import Tokenizer
 
 FITTED = "fitted.npz"
-_FORMAT = 1  # part of the key: what was fitted in another way is fitted again
+_FORMAT = 2  # part of the key: what was fitted in another way is fitted again
 
 
 def fit_to(encoder, job, run_dir, best, stop=lambda: None):
@@ -42,19 +46,22 @@ def fit_to(encoder, job, run_dir, best, stop=lambda: None):
 
 def _fit(encoder, job, data_dir, stop):
     """Returns name -> array: the weights of `NgramScores` if the job wants it, "ngram_weight" and "temperature"."""
-    arrays = {}
+    weights, machines = {}, []
     if job.model.ngram_pairs:
         split, labels = dataset.Split.load(data_dir, "train"), dataset.load_labels(data_dir)
         counts = np.bincount(split.labels, minlength=len(labels))
         row_weights = class_weights(job.training.class_weights, labels, counts)
-        vocab_size = encoder.vocab_size
-        arrays = ngrams.fit(split, vocab_size, len(labels), job.model.ngram_pairs, row_weights, stop)
+        pieces = Tokenizer.load(Path(data_dir) / TOKENIZER_MODEL).pieces
+        weights, machines = ngrams.fit(split, pieces, len(labels), job.model.ngram_pairs, row_weights, stop)
     split = dataset.Split.load(data_dir, "validation")
     plan = sequential_plan(split.lengths, job.training.batch_tokens)
-    parts = predict_parts(_assembled(encoder, arrays), split, plan, stop)
-    encoded, scores = parts[1:] if arrays else (parts[0], None)
-    weight, temperature = calibration.fit(encoded, scores, split.labels)
-    return {**arrays, "ngram_weight": np.float32(weight), "temperature": np.float32(temperature)}
+    encoded = predict_logits(compile_predict(encoder), split, plan, stop)
+    scores = [ngrams.scores(weights, machine, split) for machine in machines]
+    shares, temperature = calibration.fit(encoded, scores, split.labels)
+    weight = shares.sum()
+    if machines:  # as one; where none says anything, all the same
+        weights |= ngrams.mix(machines, shares / weight if weight else np.full(len(shares), 1 / len(shares)))
+    return {**weights, "ngram_weight": np.float32(weight), "temperature": np.float32(temperature)}
 
 
 def _assembled(encoder, arrays):

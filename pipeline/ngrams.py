@@ -1,4 +1,4 @@
-"""The linear model over tokens and pairs of neighbouring tokens, in NumPy: its features, and how it is fitted.
+"""The linear model over tokens, pairs of neighbouring tokens and their characters: its features, and how it is fitted.
 
 `pipeline.layers.ngrams` computes the same inside the model. What is written here about slots, rows and weights is a
 contract between the two, the SavedModel and the ONNX files.
@@ -21,8 +21,12 @@ _SLOTS_PER_PAIR = 8
 TINY = 1e-6
 # Of the linear model: LIBLINEAR's price of a row on the wrong side of its margin.
 _C = 1.0
-# Tokens of the rows that it is fitted on; of a larger split, that many of a fixed sample.
+# Tokens of the rows that it is fitted on; of a larger split, that many of a fixed sample. A token has some 15 n-grams
+# of characters, so fewer rows teach those.
 MAX_TOKENS = 3_000_000
+MAX_TOKENS_OF_CHARACTERS = 1_000_000
+# Characters of the n-grams, at most: a word in most scripts. 2 to 5 and 2 to 8 are as good (benchmarks/NOTES.md).
+MAX_CHARACTERS = 6
 _LOOK_S = 0.1
 
 
@@ -39,11 +43,14 @@ class Features:
     Args:
         vocab_size: number of token ids V.
         pair_rows: int32 [slots], the row of each slot, from V on; 0 where there is none.
+        pairs: int [P, 2], the two tokens of row V + i; of several with one slot, those of most texts. Only
+            `characters_of_rows` asks for them.
     """
 
-    def __init__(self, vocab_size, pair_rows):
+    def __init__(self, vocab_size, pair_rows, pairs=()):
         self.vocab_size = vocab_size
         self.pair_rows = pair_rows
+        self.pairs = pairs
 
     @classmethod
     def learn(cls, split, rows, vocab_size, most_pairs):
@@ -53,12 +60,14 @@ class Features:
         known, texts = np.unique(np.unique(keys * len(rows) + text[goes_on]) // len(rows), return_counts=True)
         known = known[np.argsort(-texts, kind="stable")[:most_pairs]]
         slots = slots_for(len(known))
-        slot = np.unique((known // vocab_size * MULTIPLIER + known % vocab_size) % slots)
+        first, second = known // vocab_size, known % vocab_size
+        slot, at = np.unique((first * MULTIPLIER + second) % slots, return_index=True)
         # A pair of the last token and the PAD after it is none, so no mask is needed.
-        slot = np.setdiff1d(slot, (np.arange(vocab_size, dtype=np.int64) * MULTIPLIER + PAD_ID) % slots)
+        with_pad = np.isin(slot, (np.arange(vocab_size, dtype=np.int64) * MULTIPLIER + PAD_ID) % slots)
+        slot, at = slot[~with_pad], at[~with_pad]
         pair_rows = np.zeros(slots, np.int32)
         pair_rows[slot] = vocab_size + np.arange(len(slot))
-        return cls(vocab_size, pair_rows)
+        return cls(vocab_size, pair_rows, np.stack([first[at], second[at]], axis=1))
 
     @property
     def count(self):
@@ -71,7 +80,6 @@ class Features:
 
         tokens, text, goes_on = _flat(split, rows)
         pairs = self.pair_rows[(tokens[goes_on] * MULTIPLIER + tokens[goes_on + 1]) % len(self.pair_rows)]
-        # LIBLINEAR takes 32-bit indices.
         indices = [np.concatenate(parts).astype(np.int32) for parts in ([text, text[goes_on]], [tokens, pairs])]
         found = scipy.sparse.coo_array((np.ones(len(indices[0])), tuple(indices)), (len(rows), self.count)).tocsr()
         found.data[:] = found.indices != PAD_ID
@@ -105,48 +113,117 @@ def normalize(found, weights):
     return scipy.sparse.diags_array(1 / norms) @ found @ scipy.sparse.diags_array(weights)
 
 
-def fit(split, vocab_size, num_classes, most_pairs, class_weights, stop=lambda: None):
-    """Fits linear support vector machines for each class against the others, on at most MAX_TOKENS tokens.
+def characters_of_rows(features, pieces):
+    """Returns how often each n-gram of characters is in each row of the tables: CSR float64 [rows, n-grams].
 
-    The mean of two for each class: on tf-idf, and on tf-idf times the log-count ratios of naive Bayes (Wang and Manning
-    2012, "NBSVM"), which errs on other texts. scikit-learn's LinearSVC (LIBLINEAR; Fan et al. 2008) takes seconds where
+    A token's row has those of its piece, a pair's row those that begin in the first piece and end in the second: over
+    the rows of a text, each n-gram that no third piece is needed for is found once for each time that it is there.
+
+    Args:
+        features: `Features` with pairs.
+        pieces: the string of each token id, None where it has none.
+    """
+    import scipy.sparse
+
+    numbers, rows, columns = {}, [], []
+
+    def add(row, text, begins, ends_after):
+        for begin in range(begins):
+            for end in range(max(begin, ends_after) + 1, min(begin + MAX_CHARACTERS, len(text)) + 1):
+                rows.append(row)
+                columns.append(numbers.setdefault(text[begin:end], len(numbers)))
+
+    for row, piece in enumerate(pieces):
+        piece = piece or ""
+        add(row, piece, len(piece), 0)
+    for row, (a, b) in enumerate(np.asarray(features.pairs).tolist(), features.vocab_size):
+        if pieces[a] is not None and pieces[b] is not None:
+            head = pieces[a][1 - MAX_CHARACTERS :]
+            add(row, head + pieces[b][: MAX_CHARACTERS - 1], len(head), len(head))
+    shape = features.count, len(numbers)
+    return scipy.sparse.coo_array((np.ones(len(rows)), (rows, columns)), shape).tocsr()
+
+
+def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None):
+    """Fits linear support vector machines for each class against the others, on a text's tokens and its characters.
+
+    Each is the mean of two: on tf-idf, and on tf-idf times the log-count ratios of naive Bayes (Wang and Manning 2012,
+    "NBSVM"), which errs on other texts. scikit-learn's LinearSVC (LIBLINEAR; Fan et al. 2008) takes seconds where
     logistic regression takes minutes. Equal arguments give equal weights.
+
+    Characters tell words apart from their other forms and misspellings, which are other tokens. Their n-grams are found
+    in the tokens and pairs, so a machine that knows them is a table of the same rows as one that knows tokens.
 
     Args:
         split: the training `Split`.
-        vocab_size: number of token ids V.
+        pieces: the string of each token id, None where it has none: `pipeline.text.Tokenizer.pieces`.
         num_classes: number of classes C. One without a row never wins: its scores are -1.
         most_pairs: pairs of neighbours that it knows, at most: those in most texts.
         class_weights: float [C], how much a row of each class counts.
         stop: called every 0.1 s; may raise to end early.
 
     Returns:
-        The weights of `pipeline.layers.ngrams.NgramScores` by name: pair_rows int32 [slots], table float32 [R, C],
-        squared_weights float32 [R], bias float32 [C].
+        (weights, machines): weights of `pipeline.layers.ngrams.NgramScores` that the machines share, by name:
+        pair_rows int32 [slots], squared_weights float32 [R]. And the machine of tokens and the machine of characters,
+        each {"table": float32 [R, C], "bias": float32 [C]}.
     """
-    rows = _sample(split)
-    labels = split.labels[rows]
-    features = Features.learn(split, rows, vocab_size, most_pairs)
+    import scipy.sparse
+
+    rows = _sample(split, MAX_TOKENS)
+    features = Features.learn(split, rows, len(pieces), most_pairs)
     found = features.of(split, rows)
     weights = feature_weights(found)
     normalized = normalize(found, weights)
-    row_weights = np.asarray(class_weights)[labels]
-    table = np.zeros((features.count, num_classes), np.float32)
+    labels, class_weights = split.labels[rows], np.asarray(class_weights)
+    coefficients, bias = _machines(found, normalized, labels, num_classes, class_weights, stop)
+    tokens = {"table": (weights[:, None] * coefficients).astype(np.float32), "bias": bias}
+    stop()
+
+    rows = _sample(split, MAX_TOKENS_OF_CHARACTERS)
+    found, in_rows = features.of(split, rows), characters_of_rows(features, pieces)
+    characters = found @ in_rows
+    in_texts = (characters > 0).sum(axis=0)
+    in_rows, characters = in_rows[:, in_texts > 1], characters[:, in_texts > 1]  # of one text nothing is learnt
+    idf = np.log((1 + len(rows)) / (1 + in_texts[in_texts > 1])) + 1
+    # Over the same norm as the tokens, so that one table can have both.
+    norms = np.sqrt(np.maximum(found @ weights**2, TINY))
+    normalized = scipy.sparse.diags_array(1 / norms) @ characters @ scipy.sparse.diags_array(idf)
+    scale = 1 / np.sqrt(max(normalized.power(2).sum() / max(1, len(rows)), TINY))  # rows of norm 1, on average
+    coefficients, bias = _machines(characters, normalized * scale, split.labels[rows], num_classes, class_weights, stop)
+    table = (in_rows @ (scale * idf[:, None] * coefficients)).astype(np.float32)
+    shared = {"pair_rows": features.pair_rows, "squared_weights": (weights**2).astype(np.float32)}
+    return shared, [tokens, {"table": table, "bias": bias}]
+
+
+def scores(weights, machine, split):
+    """Returns what `NgramScores` answers with the weights and one machine of `fit`: float64 [rows of the split, C]."""
+    vocab_size = len(machine["table"]) - int((weights["pair_rows"] > 0).sum())
+    found = Features(vocab_size, weights["pair_rows"]).of(split, np.arange(len(split)))
+    norms = np.sqrt(np.maximum(found @ weights["squared_weights"], TINY))
+    return found @ machine["table"] / norms[:, None] + machine["bias"]
+
+
+def mix(machines, shares):
+    """Returns one machine of `fit`, whose scores are those of all times their shares, added."""
+    return {
+        name: sum(share * machine[name] for machine, share in zip(machines, shares, strict=True)).astype(np.float32)
+        for name in ("table", "bias")
+    }
+
+
+def _machines(found, normalized, labels, num_classes, class_weights, stop):
+    """Returns (coefficients float64 [features, C], bias float32 [C])."""
+    row_weights = class_weights[labels]
+    coefficients = np.zeros((found.shape[1], num_classes))
     bias = np.full(num_classes, -1.0, np.float32)
     present = np.unique(labels)
     if len(present) == 1:
         bias[present] = 1.0
     for one in present if len(present) > 2 else present[1:]:
-        coefficients, intercept = _machine(found, normalized, labels == one, row_weights, stop)
-        table[:, one], bias[one] = coefficients * weights, intercept
+        coefficients[:, one], bias[one] = _machine(found, normalized, labels == one, row_weights, stop)
     if len(present) == 2:  # one machine for both: the second class against the first
-        table[:, present[0]], bias[present[0]] = -table[:, present[1]], -bias[present[1]]
-    return {
-        "pair_rows": features.pair_rows,
-        "table": table,
-        "squared_weights": (weights**2).astype(np.float32),
-        "bias": bias,
-    }
+        coefficients[:, present[0]], bias[present[0]] = -coefficients[:, present[1]], -bias[present[1]]
+    return coefficients, bias
 
 
 def _machine(found, normalized, is_one, row_weights, stop):
@@ -166,12 +243,12 @@ def _shares(found):
     return counts / counts.sum()
 
 
-def _sample(split):
+def _sample(split, most_tokens):
     """Returns the numbers of the rows that are fitted on, ascending."""
-    if split.lengths.sum() <= MAX_TOKENS:
+    if split.lengths.sum() <= most_tokens:
         return np.arange(len(split))
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(split))
-    fitting = np.searchsorted(np.cumsum(split.lengths[order]), MAX_TOKENS, side="right")
+    fitting = np.searchsorted(np.cumsum(split.lengths[order]), most_tokens, side="right")
     return np.sort(order[: max(1, fitting)])
 
 
@@ -181,6 +258,9 @@ def _fitted(features, labels, row_weights, stop):
     import sklearn.svm
 
     model, raised = sklearn.svm.LinearSVC(C=_C, random_state=0), []
+    features = features.tocsr()
+    for name in ("indices", "indptr"):  # LIBLINEAR takes 32-bit indices
+        setattr(features, name, getattr(features, name).astype(np.int32, copy=False))
 
     def work():
         try:

@@ -10,7 +10,6 @@ RECIPES = {
             "case_folding": True,  # "Good" and "good" are learnt together
         },
         "model": {
-            "encoders": 3,  # each errs on other texts
             "d_model": 128,
             "num_layers": 1,  # more of them remember more and tell no more
             "num_heads": 4,
@@ -18,16 +17,17 @@ RECIPES = {
             "dropout": 0.2,
             "head_dropout": 0.3,
             "convolution": 3,  # words and phrases, before anything is compared with anything
-            "ngram_pairs": 131072,  # pairs of tokens decide much, and a linear model needs few texts to learn them
+            "ngram_pairs": 131072,  # a linear model learns words, pairs and characters from few texts
         },
         "training": {
-            "epochs": 15,
+            "epochs": 25,
             "batch_rows": 64,  # more steps in an epoch
             "batch_tokens": 8192,  # room for as many of longer texts
             "learning_rate": 1e-3,
             "beta_2": 0.98,  # a memory of 50 steps: there are only some thousand
             "weight_decay": 0.05,
             "label_smoothing": 0.1,
+            "r_drop": 1.0,  # two passes agree, whatever dropout takes away
             "subword_sampling": 0.5,  # other pieces of the same text in each epoch
             "token_dropout": 0.2,  # no single word decides
             "patience": 0,  # every epoch counts: the learning rate falls to 0 by the last one
