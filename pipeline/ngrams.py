@@ -164,8 +164,8 @@ def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None
 
     Returns:
         (weights, machines): weights of `pipeline.layers.ngrams.NgramScores` that the machines share, by name:
-        pair_rows int32 [slots], squared_weights float32 [R]. And the machine of tokens and the machine of characters,
-        each {"table": float32 [R, C], "bias": float32 [C]}.
+        pair_rows int32 [slots], squared_weights float32 [R]. And the machine of tokens, and that of characters where
+        some are in more than one text, each {"table": float32 [R, C], "bias": float32 [C]}.
     """
     import scipy.sparse
 
@@ -176,14 +176,16 @@ def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None
     normalized = normalize(found, weights)
     labels, class_weights = split.labels[rows], np.asarray(class_weights)
     coefficients, bias = _machines(found, normalized, labels, num_classes, class_weights, stop)
-    tokens = {"table": (weights[:, None] * coefficients).astype(np.float32), "bias": bias}
-    stop()
+    shared = {"pair_rows": features.pair_rows, "squared_weights": (weights**2).astype(np.float32)}
+    machines = [{"table": (weights[:, None] * coefficients).astype(np.float32), "bias": bias}]
 
     rows = _sample(split, MAX_TOKENS_OF_CHARACTERS)
     found, in_rows = features.of(split, rows), characters_of_rows(features, pieces)
     characters = found @ in_rows
     in_texts = (characters > 0).sum(axis=0)
     in_rows, characters = in_rows[:, in_texts > 1], characters[:, in_texts > 1]  # of one text nothing is learnt
+    if not characters.nnz:
+        return shared, machines
     idf = np.log((1 + len(rows)) / (1 + in_texts[in_texts > 1])) + 1
     # Over the same norm as the tokens, so that one table can have both.
     norms = np.sqrt(np.maximum(found @ weights**2, TINY))
@@ -191,8 +193,7 @@ def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None
     scale = 1 / np.sqrt(max(normalized.power(2).sum() / max(1, len(rows)), TINY))  # rows of norm 1, on average
     coefficients, bias = _machines(characters, normalized * scale, split.labels[rows], num_classes, class_weights, stop)
     table = (in_rows @ (scale * idf[:, None] * coefficients)).astype(np.float32)
-    shared = {"pair_rows": features.pair_rows, "squared_weights": (weights**2).astype(np.float32)}
-    return shared, [tokens, {"table": table, "bias": bias}]
+    return shared, [*machines, {"table": table, "bias": bias}]
 
 
 def scores(weights, machine, split):

@@ -85,6 +85,16 @@ def test_it_lowers_the_loss_and_the_parts_add_up(prepared):
     np.testing.assert_allclose(model.probabilities(logits), softmax(logits / scalars["temperature"]), atol=1e-6)
 
 
+def test_the_characters_have_a_part_in_it(prepared, monkeypatch):
+    config, run_dir, encoder = prepared
+    mixed, mix = [], fitting.ngrams.mix
+    monkeypatch.setattr(fitting.ngrams, "mix", lambda *args: mixed.append(args) or mix(*args))
+    arrays = fitting._fit(encoder, config, run_dir / "data", lambda: None)
+    ((machines, shares),) = mixed
+    assert len(machines) == 2 and sum(shares) == pytest.approx(1)
+    np.testing.assert_array_equal(arrays["table"], mix(machines, shares)["table"])
+
+
 def test_without_ngrams_the_logits_are_the_encoders(prepared):
     config, run_dir, encoder = prepared
     token_ids = dataset.Split.load(run_dir / "data", "test").token_ids(np.arange(20))

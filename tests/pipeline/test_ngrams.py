@@ -12,6 +12,8 @@ from pipeline.errors import Interrupted
 from tests.options import expected_ngram_scores, make_ngram_weights
 
 V, PAIRS = 30, 200
+NO_PIECES = [None] * V
+PIECES = [None, None, *(chr(ord("a") + i) + "xy" for i in range(2, V))]
 
 
 def make_split(texts, labels):
@@ -82,7 +84,8 @@ def test_the_layer_answers_as_the_machines_that_were_fitted(num_classes):
     split = random_split(num_classes)
     rows = np.arange(len(split))
     row_weights = np.linspace(0.5, 2.0, num_classes)
-    layer = NgramScores.of(ngrams.fit(split, V, num_classes, PAIRS, row_weights))
+    weights, (machine,) = ngrams.fit(split, NO_PIECES, num_classes, PAIRS, row_weights)
+    layer = NgramScores.of({**weights, **machine})
     found = ngrams.Features(V, layer.pair_rows.numpy()).of(split, rows)
     plain = ngrams.normalize(found, ngrams.feature_weights(found)).toarray()
     found = found.toarray()
@@ -100,6 +103,61 @@ def test_the_layer_answers_as_the_machines_that_were_fitted(num_classes):
     np.testing.assert_allclose(layer(split.token_ids(rows)), expected, rtol=0, atol=1e-5 if num_classes > 2 else 1e-2)
     np.testing.assert_allclose(layer(split.token_ids(rows))[:, 1], expected[:, 1], rtol=0, atol=1e-5)
     assert (expected.argmax(axis=1) == split.labels).mean() > 0.8
+
+
+def test_characters_of_rows_by_hand():
+    pieces = [None, None, "\u2581", "\u2581ab", "b", "cdefghij", None]
+    pairs = np.array([[3, 4], [4, 5], [5, 5], [2, 6]])
+    features = ngrams.Features(len(pieces), np.array([7, 8, 9, 10, 0, 0, 0, 0], np.int32), pairs)
+    found = ngrams.characters_of_rows(features, pieces)
+    counts = [sorted(found[[row]].data.tolist()) for row in range(11)]
+    assert [len(c) for c in counts[:3]] == [0, 0, 1]
+    assert counts[3] == [1] * 6  # 3 of one, 2 of two, 1 of three characters
+    assert sum(counts[5]) == 8 + 7 + 6 + 5 + 4 + 3
+    assert counts[7] == [1] * 3  # bb, abb, _abb
+    assert sum(counts[8]) == 5  # bc to bcdefg
+    assert sum(counts[9]) == 1 + 2 + 3 + 4 + 5  # none is longer than six
+    assert counts[10] == []  # a byte has no characters
+    shared = found[[3]].multiply(found[[4]])
+    assert shared.sum() == 1  # "b" is one column in both
+
+
+def test_characters_are_those_of_the_texts():
+    """In texts of two tokens every n-gram of characters is found, as often as it is there."""
+    split = make_split([[a, b] for a in range(2, 8) for b in range(2, 8)], [0] * 36)
+    rows = np.arange(36)
+    features = ngrams.Features.learn(split, rows, V, PAIRS)
+    in_texts = features.of(split, rows) @ ngrams.characters_of_rows(features, PIECES)
+    for text in rows:
+        (a, b) = split.tokens[2 * text : 2 * text + 2]
+        slot = (int(a) * 1_000_003 + int(b)) % len(features.pair_rows)
+        row = features.pair_rows[slot]
+        if a == b or not row or tuple(features.pairs[row - V]) != (a, b):
+            continue  # a set has its tokens once; another pair may have its slot
+        length = len(PIECES[a] + PIECES[b])
+        assert in_texts[[text]].sum() == sum(length - n + 1 for n in range(1, 7))
+
+
+def test_characters_know_words_that_were_not_seen():
+    """Odd rows of the vocabulary are forms of a word of class 0, even ones of class 1; half of them are in no text."""
+    pieces = [None, None, *(f"{'good' if i % 2 else 'evil'}{i}" for i in range(2, V))]
+    train = make_split([[i] for i in range(2, 16)], [1 - i % 2 for i in range(2, 16)])
+    unseen = make_split([[i] for i in range(16, V)], [1 - i % 2 for i in range(16, V)])
+    weights, (tokens, characters) = ngrams.fit(train, pieces, 2, PAIRS, np.ones(2))
+    assert (ngrams.scores(weights, characters, unseen).argmax(axis=1) == unseen.labels).all()
+    assert len(np.unique(ngrams.scores(weights, tokens, unseen).argmax(axis=1))) == 1
+
+
+def test_a_mixture_is_one_machine():
+    split = random_split(3)
+    weights, machines = ngrams.fit(split, PIECES, 3, PAIRS, np.ones(3))
+    mixture = ngrams.scores(weights, ngrams.mix(machines, [0.25, 0.75]), split)
+    tokens, characters = (ngrams.scores(weights, machine, split) for machine in machines)
+    np.testing.assert_allclose(mixture, 0.25 * tokens + 0.75 * characters, atol=1e-5)
+    from pipeline.layers import NgramScores
+
+    layer = NgramScores.of({**weights, **machines[1]})
+    np.testing.assert_allclose(layer(split.token_ids(np.arange(len(split)))), characters, atol=1e-5)
 
 
 def test_the_layer_equals_numpy():
@@ -123,25 +181,30 @@ def test_the_layer_equals_numpy():
 
 def test_classes_without_rows_never_win():
     split = random_split(2)
-    table, bias = (ngrams.fit(split, V, 4, PAIRS, np.ones(4))[name] for name in ("table", "bias"))
-    assert not table[:, 2:].any() and (bias[2:] == -1).all()
-    np.testing.assert_array_equal(table[:, 0], -table[:, 1])
+    _, machines = ngrams.fit(split, PIECES, 4, PAIRS, np.ones(4))
+    assert len(machines) == 2
+    for table, bias in (machine.values() for machine in machines):
+        assert not table[:, 2:].any() and (bias[2:] == -1).all()
+        np.testing.assert_array_equal(table[:, 0], -table[:, 1])
     alone = make_split([[3], [4, 5]], [1, 1])
-    table, bias = (ngrams.fit(alone, V, 3, PAIRS, np.ones(3))[name] for name in ("table", "bias"))
-    assert not table.any()
-    np.testing.assert_array_equal(bias, [-1, 1, -1])
+    for machine in ngrams.fit(alone, PIECES, 3, PAIRS, np.ones(3))[1]:
+        assert not machine["table"].any()
+        np.testing.assert_array_equal(machine["bias"], [-1, 1, -1])
 
 
 def test_a_large_split_is_sampled_the_same_each_time(monkeypatch):
     split = random_split(3)
-    whole = ngrams.fit(split, V, 3, PAIRS, np.ones(3))
-    monkeypatch.setattr(ngrams, "MAX_TOKENS", int(split.lengths.sum()) // 2)
-    rows = ngrams._sample(split)
+    most = int(split.lengths.sum()) // 2
+    rows = ngrams._sample(split, most)
     assert 0.4 * len(split) < len(rows) < 0.6 * len(split)
-    assert split.lengths[rows].sum() <= ngrams.MAX_TOKENS
-    half, again = (ngrams.fit(split, V, 3, PAIRS, np.ones(3)) for _ in range(2))
-    assert all(np.array_equal(half[name], again[name]) for name in half)
-    assert not np.allclose(whole["table"][:V], half["table"][:V], atol=1e-3)
+    assert split.lengths[rows].sum() <= most
+    _, whole = ngrams.fit(split, PIECES, 3, PAIRS, np.ones(3))
+    for i, limit in enumerate(("MAX_TOKENS", "MAX_TOKENS_OF_CHARACTERS")):
+        with monkeypatch.context() as patch:
+            patch.setattr(ngrams, limit, most)
+            (_, half), (_, again) = (ngrams.fit(split, PIECES, 3, PAIRS, np.ones(3)) for _ in range(2))
+        assert all(np.array_equal(half[i][name], again[i][name]) for name in half[i])
+        assert not np.allclose(whole[i]["table"][:V], half[i]["table"][:V], atol=1e-3)
 
 
 def test_fitting_can_be_stopped_and_its_errors_arrive(monkeypatch):
@@ -151,6 +214,6 @@ def test_fitting_can_be_stopped_and_its_errors_arrive(monkeypatch):
     fit = sklearn.svm.LinearSVC.fit
     monkeypatch.setattr(sklearn.svm.LinearSVC, "fit", lambda *args: (time.sleep(0.3), fit(*args)))
     with pytest.raises(Interrupted):
-        ngrams.fit(random_split(2), V, 2, PAIRS, np.ones(2), stop)
+        ngrams.fit(random_split(2), NO_PIECES, 2, PAIRS, np.ones(2), stop)
     with pytest.raises(ValueError, match="NaN"):
-        ngrams.fit(random_split(2), V, 2, PAIRS, np.full(2, np.nan))
+        ngrams.fit(random_split(2), NO_PIECES, 2, PAIRS, np.full(2, np.nan))
