@@ -95,8 +95,8 @@ def _ngrams(manifest):
         return []
     weight = manifest.calibration["ngram_weight"]
     return [
-        f"Added to its logits, times {weight:.3f}: the scores of a linear model over tokens and over pairs of",
-        f"neighbours, {pairs:,} of them at most.",
+        f"Added to its logits, times {weight:.3f}: the scores of a linear model over tokens, over pairs of",
+        f"neighbours, {pairs:,} of them at most, and over the characters in both.",
     ]
 
 
