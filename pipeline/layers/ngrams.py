@@ -1,4 +1,4 @@
-"""A linear model over tokens, pairs of neighbours and their characters, as a layer whose weights are fitted elsewhere."""
+"""A linear model over tokens, pairs of neighbours and their characters, a layer whose weights are fitted elsewhere."""
 
 import keras
 import tensorflow as tf
@@ -20,9 +20,9 @@ class NgramScores(keras.layers.Layer):
         scores = sum table[row] / sqrt(sum squared_weights[row]) + bias
 
     where a row of `table` is idf times the linear model's coefficients, with those of its characters added, and of
-    `squared_weights` idf^2. Row 0, PAD's, is zero in both, and a pair that ends in PAD has it too: padding adds nothing,
-    a text without tokens gets `bias`. `pipeline.ngrams` has the same in NumPy, and fits the weights; no gradient step
-    changes them. All is in float32.
+    `squared_weights` idf^2. Row 0, PAD's, is zero in both, and a pair that ends in PAD has it too: padding adds
+    nothing, a text without tokens gets `bias`. `pipeline.ngrams` has the same in NumPy, and fits the weights; no
+    gradient step changes them. All is in float32.
 
     Args:
         vocab_size: number of token ids V. An id outside [0, V) counts as the nearest that is inside.
