@@ -47,7 +47,7 @@ def train(job, run_dir, key, console, cluster=None, after_validation=lambda epoc
     """
     run_dir = Path(run_dir)
     replicas = open_replicas(job.training.strategy, cluster)
-    with _stop_signals() as stop, replicas.watched():
+    with _stop_signals() as stop, _finished_or_lost(job, run_dir, key, cluster), replicas.watched():
         soft_labels = _soft_labels(job, run_dir, key, replicas, stop) if job.training.teacher else None
         pretrained, metrics_bytes = None, 0
         if job.pretraining.epochs and not replicas.from_chief(lambda: _has_begun(run_dir)):
@@ -58,6 +58,16 @@ def train(job, run_dir, key, console, cluster=None, after_validation=lambda epoc
         task = Classification(job, run_dir, replicas, pretrained, soft_labels)
         Trainer(task, run_dir, key, console, replicas, metrics_bytes, after_validation).run(stop)
     stop.check()  # for what came after the last look and before the handlers were put back
+
+
+@contextlib.contextmanager
+def _finished_or_lost(job, run_dir, key, cluster):
+    """A context in which a lost worker is no error once training is finished: one that left first is not missed."""
+    try:
+        yield
+    except TrainingError:
+        if cluster is None or checkpoint.finished_best(run_dir, key, job.training) is None:
+            raise
 
 
 def _soft_labels(job, run_dir, key, replicas, stop):

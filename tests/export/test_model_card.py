@@ -141,7 +141,7 @@ def test_ngrams_are_told(card, manifest, data):
     job = {**manifest.job, "model": {**manifest.job["model"], "ngram_pairs": 65_536}}
     beside = dataclasses.replace(manifest, job=job, calibration={**manifest.calibration, "ngram_weight": 2.5})
     told = render(beside, data, 1)
-    assert "times 2.500: the scores of a linear model" in told and "65,536 of them at most." in told
+    assert "times 2.500: the scores of a linear model" in told and "65,536 of them at most, and over the" in told
     assert "Options:" not in told
 
 

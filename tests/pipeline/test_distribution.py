@@ -15,7 +15,7 @@ import pytest
 from pipeline.cluster import Cluster, read_cluster
 from pipeline.errors import JobError
 from tests import jobs
-from tests.jobs import finish, make_job, metrics_rows, run_python, training_result, wait_until
+from tests.jobs import SETTINGS, finish, make_job, metrics_rows, run_python, training_result, wait_until
 
 ADDRESSES = ["a:1", "b:2", "[::1]:3"]
 
@@ -254,12 +254,12 @@ def test_replicas_drop_other_values_from_one_state(on_cpus):
 # Workers: processes of the command line.
 
 
-def start_workers(job, command="train", count=2):
+def start_workers(job, command="train", count=2, programs=(("-m", "pipeline"),) * 2):
     addresses = _free_addresses(count)
     environment = {k: v for k, v in jobs.environment().items() if k != "TF_CPP_MIN_LOG_LEVEL"}  # as in a pod
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "pipeline", command, str(job.file)],
+            [sys.executable, *programs[index], command, str(job.file)],
             env={**environment, **tf_config({"worker": addresses}, index=index)},
             cwd=jobs.ROOT,
             stdin=subprocess.DEVNULL,
@@ -348,3 +348,40 @@ def test_two_workers_killed_and_started_again_go_on_exactly(tmp_path):
     found_weights, found_rows = training_result(killed.run_dir)
     assert found_rows == rows
     assert {k: v.tobytes() for k, v in found_weights.items()} == {k: v.tobytes() for k, v in weights.items()}
+
+
+# Before the last word goes around that training is finished: waits in one worker until the other has left.
+ENDS_LAST = """
+import functools, os, sys, time
+import pipeline.training
+from pipeline.commands import main
+other = {other!r}
+def wait(epoch, figures):
+    if epoch == {epochs} - 1:
+        open(other + ".now", "w").close()
+        while not os.path.exists(other + ".gone"):
+            time.sleep(0.01)
+pipeline.training.train = functools.partial(pipeline.training.train, after_validation=wait)
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_when_training_is_finished_is_not_missed(tmp_path):
+    job = prepared_job(tmp_path / "job")
+    script = tmp_path / "ends_last.py"
+    script.write_text(ENDS_LAST.format(other=str(tmp_path / "worker"), epochs=SETTINGS["training"]["epochs"]))
+    chief, worker = start_workers(job, programs=((str(script),), ("-m", "pipeline")))
+    try:
+        wait_until((tmp_path / "worker.now").exists, chief)
+    except BaseException:
+        chief.kill()
+        raise
+    finally:
+        worker.kill()
+        finish(worker)
+    (tmp_path / "worker.gone").touch()
+    done = finish(chief)
+    assert done.code == 0, done.stderr
+    done = job.run(command="evaluate")
+    assert done.code == 0, done.stderr
