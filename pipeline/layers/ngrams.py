@@ -1,7 +1,6 @@
 """A linear model over tokens, pairs of neighbours and their characters, a layer whose weights are fitted elsewhere."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -72,19 +71,14 @@ class NgramScores(keras.layers.Layer):
         check_token_ids(token_ids)
         # A GPU reads zeros for a row that is not there; where a wrong id matters, others see it.
         token_ids = tf.clip_by_value(tf.cast(token_ids, tf.int32), 0, self.vocab_size - 1)
-        # Half of the sum is looked up, in 32 bits: of one text, it is the number of operations that takes time.
-        first = tf.gather(tf.constant(self._slots_of_first()), token_ids)  # [B, T]
-        second = tf.pad(token_ids[:, 1:], [[0, 0], [0, 1]], constant_values=PAD_ID)
-        slot = (first + second) % self.slots
+        first = tf.cast(token_ids, tf.int64)  # [B, T]
+        second = tf.pad(first[:, 1:], [[0, 0], [0, 1]], constant_values=PAD_ID)
+        slot = (first * MULTIPLIER + second) % self.slots
         rows = tf.concat([token_ids, tf.gather(ops.convert_to_tensor(self.pair_rows), slot)], axis=1)  # [B, 2 T]
         rows = _distinct(rows)
         total = tf.reduce_sum(tf.gather(ops.convert_to_tensor(self.table), rows), axis=1)  # [B, C]
         squares = tf.reduce_sum(tf.gather(ops.convert_to_tensor(self.squared_weights), rows), axis=1, keepdims=True)
         return total / tf.sqrt(tf.maximum(squares, TINY)) + self.bias
-
-    def _slots_of_first(self):
-        """Returns id * MULTIPLIER mod slots of each id: int32 [V]."""
-        return (np.arange(self.vocab_size, dtype=np.int64) * MULTIPLIER % self.slots).astype(np.int32)
 
     def compute_output_shape(self, token_ids_shape):
         return (token_ids_shape[0], self.num_classes)
@@ -101,4 +95,4 @@ def _distinct(rows):
     """Returns int32 [B, N] >= 0, in another order, with 0 in the place of all but one of equal values."""
     ordered = tf.math.top_k(rows, tf.shape(rows)[1]).values
     following = tf.pad(ordered[:, 1:], [[0, 0], [0, 1]], constant_values=-1)
-    return tf.where(ordered == following, 0, ordered)
+    return ordered * tf.cast(ordered != following, tf.int32)
