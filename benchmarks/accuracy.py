@@ -53,6 +53,8 @@ from pipeline.calibrated import build_calibrated
 from pipeline.config import ModelConfig
 target, vocabulary, classes, sizes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
 model = build_calibrated(ModelConfig(**sizes), vocabulary, classes, seed=1)
+for weight in [*model.trainable_weights, model.temperature]:  # 0 and 1, as biases begin, are left out of graphs
+    weight.assign(weight + 0.1)
 labels = [str(i) for i in range(classes)]
 onnx.save(convert(model, 20, make_metadata("benchmark", 1, labels, sizes["max_length"], "")), target)
 """
@@ -188,6 +190,7 @@ def _latency(run, rounds):
         sessions = {key: _session(path) for key, path in files.items()}
         for row in token_ids:
             for key, session in sessions.items():
+                session.run(["probabilities"], {"token_ids": row})  # else it pays for the caches that others filled
                 started = time.perf_counter()
                 session.run(["probabilities"], {"token_ids": row})
                 times[key].append(time.perf_counter() - started)
