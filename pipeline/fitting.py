@@ -23,6 +23,8 @@ from pipeline.losses import class_weights
 from pipeline.text import Tokenizer
 
 FITTED = "fitted.npz"
+WEIGHTS = "pair_rows", "squared_weights", "table", "bias"  # of `NgramScores`
+SCALARS = "ngram_weight", "temperature"
 _FORMAT = 2  # part of the key: what was fitted in another way is fitted again
 
 
@@ -37,7 +39,7 @@ def fit_to(encoder, job, run_dir, best, stop=lambda: None):
         stop: called now and then; may raise to end early. Then nothing is kept.
     """
     path, key, data_dir = Path(run_dir) / FITTED, _key(best), Path(run_dir) / "data"
-    arrays = _read(path, key)
+    arrays = _read(path, key, bool(job.model.ngram_pairs))
     if arrays is None:
         arrays = _fit(encoder, job, data_dir, stop)
         _write(path, key, arrays)
@@ -45,7 +47,7 @@ def fit_to(encoder, job, run_dir, best, stop=lambda: None):
 
 
 def _fit(encoder, job, data_dir, stop):
-    """Returns name -> array: the weights of `NgramScores` if the job wants it, "ngram_weight" and "temperature"."""
+    """Returns name -> array: SCALARS, and WEIGHTS if the job has n-grams."""
     weights, machines = {}, []
     if job.model.ngram_pairs:
         split, labels = dataset.Split.load(data_dir, "train"), dataset.load_labels(data_dir)
@@ -65,12 +67,13 @@ def _fit(encoder, job, data_dir, stop):
 
 
 def _assembled(encoder, arrays):
-    weights = {name: array for name, array in arrays.items() if name not in ("ngram_weight", "temperature")}
-    layer = NgramScores.of(weights, name="ngrams") if weights else None
+    layer = None
+    if "table" in arrays:
+        layer = NgramScores.of({name: arrays[name] for name in WEIGHTS}, name="ngrams")
     model = CalibratedClassifier(encoder, layer)
-    model.temperature.assign(arrays.get("temperature", 1.0))
+    model.temperature.assign(arrays["temperature"])
     if layer is not None:
-        model.ngram_weight.assign(arrays.get("ngram_weight", 0.0))
+        model.ngram_weight.assign(arrays["ngram_weight"])
     return model
 
 
@@ -87,7 +90,7 @@ def _write(path, key, arrays):
     write_atomic(path, content.getvalue())
 
 
-def _read(path, key):
+def _read(path, key, with_ngrams):
     """Returns name -> array; None when the file is missing, damaged or of another key."""
     try:
         with zipfile.ZipFile(path) as parts:
@@ -97,4 +100,7 @@ def _read(path, key):
             arrays = {name: stored[name] for name in stored.files}
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
         return None
-    return arrays if str(arrays.pop("key", "")) == key else None
+    if str(arrays.pop("key", "")) != key:
+        return None
+    # The archive's own list of its parts has no checksum.
+    return arrays if arrays.keys() == {*SCALARS, *(WEIGHTS if with_ngrams else ())} else None

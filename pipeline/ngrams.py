@@ -22,9 +22,10 @@ TINY = 1e-6
 # Of the linear model: LIBLINEAR's price of a row on the wrong side of its margin.
 _C = 1.0
 # Tokens of the rows that it is fitted on; of a larger split, that many of a fixed sample. A token has some 15 n-grams
-# of characters, so fewer rows teach those.
+# of characters, so fewer rows teach those, and each class is a problem of its own.
 MAX_TOKENS = 3_000_000
 MAX_TOKENS_OF_CHARACTERS = 1_000_000
+MAX_TOKENS_OF_CHARACTERS_TIMES_CLASSES = 30_000_000
 # Characters of the n-grams, at most: a word in most scripts. 2 to 5 and 2 to 8 are as good (benchmarks/NOTES.md).
 MAX_CHARACTERS = 6
 _LOOK_S = 0.1
@@ -174,12 +175,12 @@ def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None
     found = features.of(split, rows)
     weights = feature_weights(found)
     normalized = normalize(found, weights)
-    labels, class_weights = split.labels[rows], np.asarray(class_weights)
-    coefficients, bias = _machines(found, normalized, labels, num_classes, class_weights, stop)
+    class_weights = np.asarray(class_weights)
+    in_rows = scipy.sparse.diags_array(weights)
+    machines = [_machine(found, normalized, in_rows, split.labels[rows], num_classes, class_weights, stop)]
     shared = {"pair_rows": features.pair_rows, "squared_weights": (weights**2).astype(np.float32)}
-    machines = [{"table": (weights[:, None] * coefficients).astype(np.float32), "bias": bias}]
 
-    rows = _sample(split, MAX_TOKENS_OF_CHARACTERS)
+    rows = _sample(split, min(MAX_TOKENS_OF_CHARACTERS, MAX_TOKENS_OF_CHARACTERS_TIMES_CLASSES // num_classes))
     found, in_rows = features.of(split, rows), characters_of_rows(features, pieces)
     characters = found @ in_rows
     in_texts = (characters > 0).sum(axis=0)
@@ -191,9 +192,10 @@ def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None
     norms = np.sqrt(np.maximum(found @ weights**2, TINY))
     normalized = scipy.sparse.diags_array(1 / norms) @ characters @ scipy.sparse.diags_array(idf)
     scale = 1 / np.sqrt(max(normalized.power(2).sum() / max(1, len(rows)), TINY))  # rows of norm 1, on average
-    coefficients, bias = _machines(characters, normalized * scale, split.labels[rows], num_classes, class_weights, stop)
-    table = (in_rows @ (scale * idf[:, None] * coefficients)).astype(np.float32)
-    return shared, [*machines, {"table": table, "bias": bias}]
+    in_rows = in_rows @ scipy.sparse.diags_array(scale * idf)
+    labels = split.labels[rows]
+    machines.append(_machine(characters, normalized * scale, in_rows, labels, num_classes, class_weights, stop))
+    return shared, machines
 
 
 def scores(weights, machine, split):
@@ -212,22 +214,34 @@ def mix(machines, shares):
     }
 
 
-def _machines(found, normalized, labels, num_classes, class_weights, stop):
-    """Returns (coefficients float64 [features, C], bias float32 [C])."""
+def _machine(found, normalized, in_rows, labels, num_classes, class_weights, stop):
+    """Fits each class against the others.
+
+    Args:
+        found: how often each feature is in each text, CSR [N, features].
+        normalized: what is fitted to, CSR [N, features].
+        in_rows: what a feature's coefficient adds to each row of the table, sparse [R, features].
+        labels: int [N].
+        num_classes, class_weights, stop: as of `fit`.
+
+    Returns:
+        {"table": float32 [R, C], "bias": float32 [C]}.
+    """
     row_weights = class_weights[labels]
-    coefficients = np.zeros((found.shape[1], num_classes))
+    table = np.zeros((in_rows.shape[0], num_classes), np.float32)
     bias = np.full(num_classes, -1.0, np.float32)
     present = np.unique(labels)
     if len(present) == 1:
         bias[present] = 1.0
     for one in present if len(present) > 2 else present[1:]:
-        coefficients[:, one], bias[one] = _machine(found, normalized, labels == one, row_weights, stop)
-    if len(present) == 2:  # one machine for both: the second class against the first
-        coefficients[:, present[0]], bias[present[0]] = -coefficients[:, present[1]], -bias[present[1]]
-    return coefficients, bias
+        coefficients, bias[one] = _of_class(found, normalized, labels == one, row_weights, stop)
+        table[:, one] = in_rows @ coefficients
+    if len(present) == 2:  # one problem for both: the second class against the first
+        table[:, present[0]], bias[present[0]] = -table[:, present[1]], -bias[present[1]]
+    return {"table": table, "bias": bias}
 
 
-def _machine(found, normalized, is_one, row_weights, stop):
+def _of_class(found, normalized, is_one, row_weights, stop):
     """Returns (coefficients float64 [features], intercept) of one class against the others."""
     import scipy.sparse
 

@@ -46,11 +46,13 @@ def test_what_is_kept_is_what_was_fitted(prepared, monkeypatch):
 
     damaged = bytearray(written)
     damaged[written.index(model.ngrams.table.numpy().tobytes()) + 100] ^= 1
-    for content in (damaged, written[: len(written) // 2], b""):
+    hidden = bytearray(written)  # all parts of the archive but the first are taken for a comment on it
+    hidden[written.index(b"PK\x01\x02") + 33] ^= 8
+    for content in (damaged, hidden, written[: len(written) // 2], b""):
         path.write_bytes(content)
         assert values(fitting.fit_to(encoder, config, run_dir, best_of(encoder))) == values(model)
         assert path.read_bytes() == written
-    assert len(fits) == 3
+    assert len(fits) == 4
     path.unlink()
     with pytest.raises(Interrupted):
         fitting.fit_to(encoder, config, run_dir, best_of(encoder), stop=_interrupt)
