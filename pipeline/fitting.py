@@ -58,7 +58,7 @@ def _fit(encoder, job, data_dir, stop):
     split = dataset.Split.load(data_dir, "validation")
     plan = sequential_plan(split.lengths, job.training.batch_tokens)
     encoded = predict_logits(compile_predict(encoder), split, plan, stop)
-    scores = [ngrams.scores(weights, machine, split) for machine in machines]
+    scores = ngrams.scores(weights, machines, split) if machines else []
     shares, temperature = calibration.fit(encoded, scores, split.labels)
     weight = shares.sum()
     if machines:  # as one; where none says anything, all the same

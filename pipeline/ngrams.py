@@ -97,21 +97,29 @@ def _flat(split, rows):
 
 
 def feature_weights(found):
-    """Returns idf = ln((1 + rows) / (1 + rows with the feature)) + 1 over its largest value: float64 [features].
-
-    The smoothed form of scikit-learn's TfidfTransformer. PAD has weight 0.
-    """
-    idf = np.log((1 + found.shape[0]) / (1 + found.sum(axis=0))) + 1
+    """Returns the `_idf` of each feature over its largest value: float64 [features]. PAD has weight 0."""
+    idf = _idf(found.shape[0], found.sum(axis=0))
     idf[PAD_ID] = 0.0
     return idf / idf.max()
+
+
+def _idf(texts, texts_with_it):
+    """Returns ln((1 + texts) / (1 + texts with it)) + 1: the smoothed form of scikit-learn's TfidfTransformer."""
+    return np.log((1 + texts) / (1 + texts_with_it)) + 1
 
 
 def normalize(found, weights):
     """Returns the features times `weights`, float64 [features], each row over the root of its sum of squares."""
     import scipy.sparse
 
-    norms = np.sqrt(np.maximum(found @ weights**2, TINY))
-    return scipy.sparse.diags_array(1 / norms) @ found @ scipy.sparse.diags_array(weights)
+    return _over_norms(found, weights**2) @ found @ scipy.sparse.diags_array(weights)
+
+
+def _over_norms(found, squared_weights):
+    """Returns a diagonal matrix that divides each row by the root of its features' sum of squared weights."""
+    import scipy.sparse
+
+    return scipy.sparse.diags_array(1 / np.sqrt(np.maximum(found @ squared_weights, TINY)))
 
 
 def characters_of_rows(features, pieces):
@@ -161,7 +169,7 @@ def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None
         num_classes: number of classes C. One without a row never wins: its scores are -1.
         most_pairs: pairs of neighbours that it knows, at most: those in most texts.
         class_weights: float [C], how much a row of each class counts.
-        stop: called every 0.1 s; may raise to end early.
+        stop: called every 0.1 s while machines are fitted; may raise to end early.
 
     Returns:
         (weights, machines): weights of `pipeline.layers.ngrams.NgramScores` that the machines share, by name:
@@ -187,23 +195,21 @@ def fit(split, pieces, num_classes, most_pairs, class_weights, stop=lambda: None
     in_rows, characters = in_rows[:, in_texts > 1], characters[:, in_texts > 1]  # of one text nothing is learnt
     if not characters.nnz:
         return shared, machines
-    idf = np.log((1 + len(rows)) / (1 + in_texts[in_texts > 1])) + 1
-    # Over the same norm as the tokens, so that one table can have both.
-    norms = np.sqrt(np.maximum(found @ weights**2, TINY))
-    normalized = scipy.sparse.diags_array(1 / norms) @ characters @ scipy.sparse.diags_array(idf)
-    scale = 1 / np.sqrt(max(normalized.power(2).sum() / max(1, len(rows)), TINY))  # rows of norm 1, on average
-    in_rows = in_rows @ scipy.sparse.diags_array(scale * idf)
-    labels = split.labels[rows]
+    idf = scipy.sparse.diags_array(_idf(len(rows), in_texts[in_texts > 1]))
+    # Over the same norm as the tokens, so that one table can have both; times a number, so that C means the same.
+    normalized = _over_norms(found, weights**2) @ characters @ idf
+    scale = 1 / np.sqrt(normalized.power(2).sum() / len(rows))
+    in_rows, labels = in_rows @ idf * scale, split.labels[rows]
     machines.append(_machine(characters, normalized * scale, in_rows, labels, num_classes, class_weights, stop))
     return shared, machines
 
 
-def scores(weights, machine, split):
-    """Returns what `NgramScores` answers with the weights and one machine of `fit`: float64 [rows of the split, C]."""
-    vocab_size = len(machine["table"]) - int((weights["pair_rows"] > 0).sum())
+def scores(weights, machines, split):
+    """Returns what `NgramScores` answers with the weights and each machine of `fit`: float64 [rows of the split, C]."""
+    vocab_size = len(weights["squared_weights"]) - int((weights["pair_rows"] > 0).sum())
     found = Features(vocab_size, weights["pair_rows"]).of(split, np.arange(len(split)))
-    norms = np.sqrt(np.maximum(found @ weights["squared_weights"], TINY))
-    return found @ machine["table"] / norms[:, None] + machine["bias"]
+    found = _over_norms(found, weights["squared_weights"]) @ found
+    return [found @ machine["table"] + machine["bias"] for machine in machines]
 
 
 def mix(machines, shares):

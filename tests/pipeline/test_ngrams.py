@@ -143,16 +143,16 @@ def test_characters_know_words_that_were_not_seen():
     pieces = [None, None, *(f"{'good' if i % 2 else 'evil'}{i}" for i in range(2, V))]
     train = make_split([[i] for i in range(2, 16)], [1 - i % 2 for i in range(2, 16)])
     unseen = make_split([[i] for i in range(16, V)], [1 - i % 2 for i in range(16, V)])
-    weights, (tokens, characters) = ngrams.fit(train, pieces, 2, PAIRS, np.ones(2))
-    assert (ngrams.scores(weights, characters, unseen).argmax(axis=1) == unseen.labels).all()
-    assert len(np.unique(ngrams.scores(weights, tokens, unseen).argmax(axis=1))) == 1
+    tokens, characters = ngrams.scores(*ngrams.fit(train, pieces, 2, PAIRS, np.ones(2)), unseen)
+    assert (characters.argmax(axis=1) == unseen.labels).all()
+    assert len(np.unique(tokens.argmax(axis=1))) == 1
 
 
 def test_a_mixture_is_one_machine():
     split = random_split(3)
     weights, machines = ngrams.fit(split, PIECES, 3, PAIRS, np.ones(3))
-    mixture = ngrams.scores(weights, ngrams.mix(machines, [0.25, 0.75]), split)
-    tokens, characters = (ngrams.scores(weights, machine, split) for machine in machines)
+    mixed = ngrams.mix(machines, [0.25, 0.75])
+    tokens, characters, mixture = ngrams.scores(weights, [*machines, mixed], split)
     np.testing.assert_allclose(mixture, 0.25 * tokens + 0.75 * characters, atol=1e-5)
     from pipeline.layers import NgramScores
 
