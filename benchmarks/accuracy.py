@@ -17,6 +17,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ import onnxruntime as ort
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from export.model_card import MODEL_CARD  # noqa: E402
 from pipeline.contract import ONNX_FILES, Manifest, versions  # noqa: E402
 from serving.onnx_classifier import OnnxClassifier  # noqa: E402
 
@@ -117,6 +119,7 @@ def _run(name, seed, options):
         "confidence_auroc": test["confidence_auroc"],
         "baseline": {key: baseline[key] for key in ("features", "accuracy", "macro_f1", "mcnemar")},
         "parts": evaluation.get("parts"),
+        "parameters": _parameters(version_dir),
         "training_minutes": json.loads(timing.read_text()) / 60,
         "bytes": manifest.files[ONNX_FILES["float32"]]["size"],
         "int8_bytes": manifest.files.get(ONNX_FILES["int8"], {}).get("size"),
@@ -142,6 +145,12 @@ def _pipeline(command, job, settings):
         raise SystemExit(f"{command} of {settings[0]} failed: {done.stderr[-2000:]}")
 
 
+def _parameters(version_dir):
+    """Returns the number that the model card tells, n-grams included."""
+    found = re.search(r"^Parameters ([\d,]+);", (version_dir / MODEL_CARD).read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1].replace(",", ""))
+
+
 def _accuracy(version_dir, path):
     with open(path, encoding="utf-8", newline="") as f:
         rows = list(csv.DictReader(f))
@@ -159,6 +168,7 @@ def _summary(name, runs):
         "macro_f1": mean("macro_f1"),
         "validation_accuracy": mean("validation_accuracy"),
         "training_minutes": max(run["training_minutes"] for run in runs),
+        "parameters": runs[0]["parameters"],
         "bytes": runs[0]["bytes"],
         "baseline": runs[0]["baseline"]["accuracy"],
         "fasttext": FASTTEXT.get(name, 0.0) / 100 or None,
@@ -210,8 +220,8 @@ def _session(path):
 
 def _table(sets):
     head = (
-        "| set | accuracy | macro-F1 | TF-IDF + SVC | fastText | calibration error | minutes | MB | latency |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| set | accuracy | macro-F1 | TF-IDF + SVC | fastText | ECE | minutes | parameters | MB | latency |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     )
     return [*head, *(_line(name, figures) for name, figures in sets.items())]
 
@@ -223,7 +233,7 @@ def _line(name, figures):
         f"| {name} | {100 * figures['accuracy']:.2f} ± {100 * figures['accuracy_sd']:.2f}{nodup} "
         f"| {100 * figures['macro_f1']:.1f} | {100 * figures['baseline']:.1f} | {fasttext} "
         f"| {figures['calibration_error_after']:.3f} | {figures['training_minutes']:.1f} "
-        f"| {figures['bytes'] / 1e6:.1f} "
+        f"| {figures['parameters']:,} | {figures['bytes'] / 1e6:.1f} "
         f"| {figures['latency']['over_plain']:.2f} / {figures['latency']['over_reference']:.2f} |"
     )
 
