@@ -91,6 +91,8 @@ def write_atomic(path, data):
             os.fsync(f.fileno())
         os.replace(staged, path)
         _fsync(path.parent)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from e  # the staged file, which it names, is gone when it is read
     finally:
         staged.unlink(missing_ok=True)
 

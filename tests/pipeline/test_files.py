@@ -175,3 +175,12 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert names(tmp_path) == [".hidden", "target"]
     assert names(tmp_path / "target") == ["old"]
     files.remove_staged(tmp_path / "absent")
+
+
+def test_what_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "taken").mkdir()
+    for path, error in ((tmp_path / "taken", IsADirectoryError), (tmp_path / "missing" / "file", FileNotFoundError)):
+        with pytest.raises(error) as e:
+            files.write_atomic(path, "text")
+        assert e.value.filename == str(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
